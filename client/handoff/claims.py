@@ -88,6 +88,15 @@ class Claim:
             self.usable = usable_blocks(geometry, request, params.remote, replace(claimed, blocks=blocks))
         self.reach = usable_tokens(geometry, self.usable, claimed.num_tokens, self.computed_tokens)
 
+    def reach_of(self, geometry: CacheGeometry, prompt_tokens: int, computed_tokens: int) -> int:
+        """Returns how many leading tokens a request has after a pull of the usable blocks."""
+        if self.reach < prompt_tokens:
+            return self.reach
+        limit = prompt_tokens
+        if needs_earlier_context(geometry, limit):
+            limit = (limit - 1) // geometry.step_tokens * geometry.step_tokens
+        return usable_tokens(geometry, self.usable, limit, computed_tokens)
+
     @property
     def is_early(self) -> bool:
         """Whether the peer has not stored a usable block yet, but may do so."""

@@ -30,12 +30,10 @@ from .claims import (
     TransferState,
     apply_threshold,
     may_pull,
-    needs_earlier_context,
     needs_older_windows,
     offered_tokens,
     plan_pull,
     pull_blocks,
-    usable_tokens,
 )
 from .holds import HeldBlocks, find_blocks, held_length, hold_blocks, name_blocks
 from .model import (
@@ -239,8 +237,16 @@ class HandoffCore:
         """Renews the peers' holds of all requests that have not ended their pull (B2.1).
 
         The adapter calls this once per step. Only every ``heartbeat_s`` seconds the core sends a
-        heartbeat for all these requests; for a new request it sends one at once.
+        heartbeat for all these requests; for a new request it sends one at once. Fails each pull
+        in parts whose claim got no answer until ``claim_timeout_s`` after its deadline.
         """
+        for state in self._requests.values():
+            claim = state.claim if state.pull is not None else None
+            if claim is not None and now >= claim.deadline + self._options.claim_timeout_s:
+                self._server.warn(
+                    f"{state.engine.request_id}: a claim was not answered; the engine computes the request"
+                )
+                self._fail_pull(state)
         new_requests, self._without_heartbeat = self._without_heartbeat, []
         if now >= self._next_heartbeat_at:
             self._next_heartbeat_at = now + self._options.heartbeat_s
@@ -323,19 +329,10 @@ class HandoffCore:
     def _offer(self, state: HandoffState, claim: Claim, computed_tokens: int) -> int:
         """Returns how many tokens of an answered claim to pull; 0 if they are too few."""
         state.offered_from = computed_tokens
-        reach = self._reach(claim, state.engine.prompt_tokens, computed_tokens)
+        reach = claim.reach_of(self._geometry, state.engine.prompt_tokens, computed_tokens)
         if needs_older_windows(self._geometry, computed_tokens, reach):
             return 0
         return apply_threshold(reach - computed_tokens, state.params, self._options)
-
-    def _reach(self, claim: Claim, prompt_tokens: int, computed_tokens: int) -> int:
-        """Returns how many leading tokens the request has after a pull of the claimed blocks."""
-        if claim.reach < prompt_tokens:
-            return claim.reach
-        limit = prompt_tokens
-        if needs_earlier_context(self._geometry, limit):
-            limit = (limit - 1) // self._geometry.step_tokens * self._geometry.step_tokens
-        return usable_tokens(self._geometry, claim.usable, limit, computed_tokens)
 
     def _claim(self, state: HandoffState, computed_tokens: int, now: float) -> Claim | None:
         """Returns the current claim. If it is missing or stale, starts a new claim."""

@@ -226,6 +226,35 @@ def test_a_pull_whose_blocks_do_not_come_fails_once(how: str) -> None:
     assert not rig.core.pending
 
 
+def test_a_pull_whose_claim_is_not_answered_fails() -> None:
+    """Also if the engine lost the answer of a claim. An answer that comes later is not used."""
+    rig = Decode()
+    rig.begun(40)
+    for now in (5.0, 9.9):
+        rig.core.heartbeat(now)
+        assert rig.core.take_pulls() == []
+    for now in (10.0, 20.0):
+        rig.core.heartbeat(now)
+    assert [pull.job for pull in rig.core.take_pulls()] == [LoadJob("r")], "it fails once"
+    assert len(rig.server.warned) == 1
+    assert rig.granted(64) == []
+    rig.core.pull_ended("r")
+    assert (rig.transfer, rig.core.pending) == (TransferState.OVER, False)
+    assert rig.server.released == [PEER]
+    assert rig.core._claims._states == {}
+
+
+def test_an_answer_restarts_the_deadline_of_a_pull() -> None:
+    """A prefill may take much longer than one claim."""
+    rig = Decode()
+    rig.begun(40)
+    assert rig.granted(40, now=4.0) == []
+    rig.core.heartbeat(13.9)
+    assert rig.core.take_pulls() == []
+    rig.core.heartbeat(14.0)
+    assert [pull.job for pull in rig.core.take_pulls()] == [LoadJob("r")]
+
+
 def test_an_aborted_request_ends_its_pull() -> None:
     """Workers report the load after the jobs that they have begun; then the peer is told."""
     rig = Decode()

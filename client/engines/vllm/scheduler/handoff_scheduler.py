@@ -47,6 +47,7 @@ class HandoffScheduler:
     ) -> None:
         self._options = options
         self._peers = peers
+        self._log = log
         self._counters = counters
         self._calls = HoldCalls(peers, options.claim_timeout_s, log, counters)
         self._core = HandoffCore(geometry, identity, options, self._calls, pool)
@@ -148,7 +149,10 @@ class HandoffScheduler:
 
     def _process_answers(self) -> None:
         for number, claimed, at in self._calls.answers():
-            self._core.claim_ended(number, claimed, at)
+            try:
+                self._core.claim_ended(number, claimed, at)
+            except Exception as error:  # noqa: BLE001 - the other requests need their answers
+                self._log.warn("claim-answer", f"an answer of a claim was not used: {error!r}", exc_info=True)
 
     def _job(self, pull: BlockPull) -> LoadJob:
         endpoint = self._peers.endpoint_of(pull.remote) if pull.remote is not None else None

@@ -253,10 +253,13 @@ class HoldCalls:
             if claim is not None:
                 claim.lease = lease
         if claim is not None:
-            claimed = _claimed(lease)
-            with self._answered:
-                self._answers.append((number, claimed, time.monotonic()))
-                self._answered.notify_all()
+            claimed = None
+            try:
+                claimed = _claimed(lease)
+            finally:  # also if the server's answer is malformed, because a request waits for it
+                with self._answered:
+                    self._answers.append((number, claimed, time.monotonic()))
+                    self._answered.notify_all()
         elif lease is not None:
             self._run_notification(lease.release, time.monotonic())
 
