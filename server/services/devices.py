@@ -101,7 +101,7 @@ class DeviceCopyCalls:
         lease = self._core.lease(session, LeaseId(request.lease_id))
         items = _distinct(request.items, "item")
         slots, _ = lease.read(items, session.own_rank())
-        blocks = [block for item in items if (block := lease.items[item]) is not None]
+        blocks = [block for block in lease.blocks(items) if block is not None]
         plan = self._plan(registration, request, blocks, slots, out=False)
         await self._devices.copy(registration, plan, None)
         # Raises if the lease has ended meanwhile, because then the copy may have read reused slots.

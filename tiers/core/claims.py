@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import count
 
 from ..errors import HoldNotFound
 from ..stats.request_log import ClaimOutcome
@@ -59,8 +60,8 @@ class ClaimHandler:
         has_more = len(claim.statuses) < len(hold.keys)
         if claim.user is None and has_more:
             claim.user = claim
-        hit = KeyStatus.HIT
-        self._lease(claim, [b if s == hit else None for b, s in zip(held, statuses, strict=True)], expires_at, now)
+        hits = {start + item: block for item, block in enumerate(held) if block and statuses[item] == KeyStatus.HIT}
+        self._lease(claim, hits, expires_at, now)
         if not has_more:
             self._finish(claim)
         return has_more
@@ -77,23 +78,26 @@ class ClaimHandler:
         self.missed[outcome] += 1
         self._log.not_claimed(owner, name, outcome, now)
 
-    def _lease(self, claim: HoldClaim, items: list[Block | None], expires_at: float, now: float) -> None:
-        """Adds the hits of a slice to the claim's lease; grants the lease at the first hit."""
-        found = [block for block in items if block is not None]
-        hold, lease, leases = claim.hold, claim.lease, self._lookups.leases
-        if found and lease is None:
-            start, total = len(claim.statuses) - len(items), len(hold.keys)
-            earlier: list[Block | None] = [None] * start
-            lease = leases.grant(claim.owner, expires_at, earlier, bytes(start), keys=total, now=now)
+    def _lease(self, claim: HoldClaim, hits: Mapping[int, Block], expires_at: float, now: float) -> None:
+        """Adds the hits of a slice to the claim's lease; grants the lease at the first hit.
+
+        A pull in parts makes many claims, each with few of the hold's blocks. So the lease has only
+        the hits.
+        """
+        if not hits:
+            return
+        found, hold, lease, leases = list(hits.values()), claim.hold, claim.lease, self._lookups.leases
+        if lease is None:
+            lease = leases.grant(claim.owner, expires_at, [], b"", keys=len(hold.keys), now=now, indices={})
             claim.lease = lease
             hold.claims += 1
             self._stats[hold.direction].claimed += 1
-        if lease is None:
-            return
         for block in found:
             block.pins += 1
+        assert lease.indices is not None
+        lease.indices.update(zip(hits, count(len(lease.items))))
+        leases.extend(lease, list(found), bytes(len(found)), all_ready=True)
         lease.expires_at = max(lease.expires_at, expires_at)
-        leases.extend(lease, items, bytes(len(items)), all_ready=True)
         self._cpu_tier.use([block for block in dict.fromkeys(found) if not block.invalidated], claim.user)
         self._stats[hold.direction].claimed_bytes += sum(block.nbytes for block in found)
 

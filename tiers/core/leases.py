@@ -41,8 +41,11 @@ class BlockLease:
     """A lease on the blocks that a lookup found.
 
     Attributes:
-        items: per key the pinned block, or None for a miss; trailing misses are omitted.
+        items: per key the pinned block, or None for a miss; trailing misses are omitted. The lease
+            of a claim has only the hits.
         keys: number of looked-up keys.
+        indices: index in `items` of each hit of a claim, by its number in the hold; None for a
+            lookup.
         sources: per item the position of the tier that had the block; undefined for misses.
         cpu_tier: the CPU tier, which counts the loaded bytes.
         granted_at: time of the grant, in seconds of the core's clock.
@@ -64,9 +67,18 @@ class BlockLease:
     hits: int = 0
     record: LookupRecord | None = None
     counted: bool = True
+    indices: dict[int, int] | None = None
+
+    def blocks(self, items: Sequence[int]) -> list[Block | None]:
+        """Returns the blocks of items; None for an item that is not a hit or does not exist."""
+        held, indices = self.items, self.indices
+        if indices is not None:
+            return [held[indices[item]] if item in indices else None for item in items]
+        return [held[item] if item < len(held) else None for item in items]
 
     def statuses(self) -> bytes:
-        is_missing = bytes(map(is_, self.items, repeat(None)))
+        held = self.items if self.indices is None else self.blocks(range(self.keys))
+        is_missing = bytes(map(is_, held, repeat(None)))
         known = bytearray(is_missing.translate(_OF_MISSING))
         if self.pending:
             pending = int(KeyStatus.HIT_PENDING)
@@ -75,12 +87,10 @@ class BlockLease:
                     known[item] = pending
         return bytes(known.ljust(self.keys, bytes([KeyStatus.MISS])))
 
-    def slots(self, items: Iterable[int], rank: int) -> list[int]:
+    def slots(self, items: Sequence[int], rank: int) -> list[int]:
         """Returns the slots of one rank's parts. Raises InvalidItem, NotReady."""
         offsets = []
-        held = self.items
-        for item in items:
-            block = held[item] if item < len(held) else None
+        for item, block in zip(items, self.blocks(items), strict=True):
             offset = block.slots[rank] if block is not None and block.ready else None
             if offset is None:
                 raise self._refusal(item)
@@ -94,7 +104,7 @@ class BlockLease:
         """
         items = list(items)
         slots = self.slots(items, rank)
-        sizes = [block.part_bytes for item in items if (block := self.items[item]) is not None]
+        sizes = [block.part_bytes for block in self.blocks(items) if block is not None]
         if counted:
             self.cpu_tier.loaded_bytes += sum(sizes)
         return slots, sizes
@@ -212,6 +222,7 @@ class LeaseTable:
         record: LookupRecord | None = None,
         counted: bool = True,
         all_ready: bool = False,
+        indices: dict[int, int] | None = None,
     ) -> BlockLease:
         """Grants a lease that owns the pins of its blocks. `all_ready`: no block is pending."""
         lease = BlockLease(
@@ -225,6 +236,7 @@ class LeaseTable:
             now,
             record=record,
             counted=counted,
+            indices=indices,
         )
         self._next_id += 1
         self._leases[lease.id] = lease

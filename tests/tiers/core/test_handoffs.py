@@ -12,7 +12,7 @@ from kvtier.tiers.core.holds import Hold
 from kvtier.tiers.core.leases import LEASE_COST
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
-from kvtier.tiers.errors import HoldExpired, HoldNotFound, InvalidItem, InvalidKey, LimitExceeded
+from kvtier.tiers.errors import HoldExpired, HoldNotFound, InvalidItem, InvalidKey, LimitExceeded, NotReady
 from kvtier.tiers.eviction.quotas import Tenant
 from kvtier.tiers.stats.snapshots import HandoffStats
 from kvtier.tiers.types import NamespaceSpec, PublishStatus
@@ -408,6 +408,25 @@ def test_leases_of_claims_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     rig.store(keys(0, 1))
     rig.publish(keys(0, 1))
     rig.claim()
+    with pytest.raises(LimitExceeded):
+        rig.claim()
+
+
+def test_a_claim_counts_only_the_blocks_that_it_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode engine that pulls during the prefill makes a claim for each few blocks of a hold."""
+    monkeypatch.setattr("kvtier.tiers.core.leases.LEASE_COST", 1)
+    monkeypatch.setattr("kvtier.tiers.core.lookups.MAX_LEASED_ITEMS", 8 * 2 + 7)
+    rig = HoldRig()
+    names = keys(*range(8))
+    rig.publish(names)
+    for part in range(8):
+        rig.store(names[part : part + 1])
+        claim = rig.claim(first=[part])
+        assert claim.lease is not None
+        assert claim.lease.statuses() == MISS * part + HIT + MISS * (7 - part)
+        assert len(claim.lease.slots([part], 0)) == 1
+        with pytest.raises(NotReady):
+            claim.lease.slots([(part + 1) % 8], 0)
     with pytest.raises(LimitExceeded):
         rig.claim()
 

@@ -156,10 +156,11 @@ class Readers(Actors):
             session = self.any_of(record.client.engine)
             lease = self.world.core.lease(session, record.lease.id)
             spec = record.client.session.namespace
-            items = [item for item, status in enumerate(lease.statuses()) if status == KeyStatus.HIT]
+            items = [item for item, block in enumerate(lease.blocks(range(lease.keys))) if block and block.ready]
             for rank in range(spec.world_size):
-                for item, slot in zip(items, lease.slots(items, rank), strict=True):
-                    wanted = label(spec.id, lease.items[item].key, rank)
+                for block, slot in zip(lease.blocks(items), lease.slots(items, rank), strict=True):
+                    assert block is not None
+                    wanted = label(spec.id, block.key, rank)
                     self.world.must(Invariant.BYTES, self.world.memory[slot] == wanted, f"{wanted}: served wrong bytes")
             self.world.saw("reads", bool(items))
 
