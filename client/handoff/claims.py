@@ -8,7 +8,7 @@ from enum import Enum
 from ..offload import BlockRead, BlockTables, CacheGeometry, CacheGroup, CacheGroupKind
 from ..offload.loads import longest_hit
 from .holds import HeldBlocks, block_key
-from .model import ClaimedBlocks, ClaimId, HandoffOptions, HandoffRequest, HandoffServer
+from .model import ClaimedBlocks, ClaimId, HandoffOptions, HandoffRequest, HandoffServer, PlannedPublication
 from .params import RemoteRequest, TransferParams
 
 __all__ = [
@@ -156,6 +156,7 @@ class HandoffState:
     ``pull``: the pull in several parts, until its last part.
     ``earlier_claims``: claims whose leases the parts of a pull read.
     ``early``: the hold that was published when the request arrived.
+    ``publication``: the publication of ``early``.
     """
 
     engine: HandoffRequest
@@ -169,6 +170,7 @@ class HandoffState:
     pull: OpenPull | None = None
     earlier_claims: list[Claim] = field(default_factory=list)
     early: HeldBlocks | None = None
+    publication: PlannedPublication | None = None
 
 
 class Claims:

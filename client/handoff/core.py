@@ -143,7 +143,7 @@ class HandoffCore:
         if params.holds_early and may_hold and request.may_hold:
             state.early = name_blocks(self._geometry, self._identity.engine_id, request)
             if state.early is not None:
-                self._publish(state, state.early)
+                state.publication = self._publish(state, state.early)
         return wanted
 
     def match(self, request_id: str, computed_tokens: int, now: float, wall_time: float) -> int | None:
@@ -280,6 +280,8 @@ class HandoffCore:
             self._end_transfer(state)
         # A request that was never scheduled is not held (B2.14).
         is_held = state.hold_at_end and reason.is_normal and not is_pulling
+        if state.publication is not None and state.publication.refused:
+            state.early = None  # `_hold` publishes the request like one without overlap
         if state.early is not None:
             if is_held:
                 self._server.renew([self._own(state)])
@@ -424,14 +426,15 @@ class HandoffCore:
         }
         return FinishedRequest(params, held.blocks)
 
-    def _publish(self, state: HandoffState, held: HeldBlocks) -> None:
+    def _publish(self, state: HandoffState, held: HeldBlocks) -> PlannedPublication:
         prefilled, options = state.params.do_remote_decode, self._options
         direction = HandoffDirection.PREFILL_TO_DECODE if prefilled else HandoffDirection.DECODE_TO_PREFILL
         hold_for = options.kv_lease_duration if prefilled else options.decoder_kv_blocks_ttl
         positions = [position for group in held.positions for position in group]
-        self._server.publish(
-            PlannedPublication(state.engine.hold_name, direction, held.keys, positions, held.num_tokens, hold_for)
-        )
+        name = state.engine.hold_name
+        publication = PlannedPublication(name, direction, held.keys, positions, held.num_tokens, hold_for)
+        self._server.publish(publication)
+        return publication
 
 
 def _describe(remote: RemoteRequest | None) -> str:

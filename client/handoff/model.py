@@ -94,12 +94,14 @@ class ClaimedBlocks:
     settled_blocks: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlannedPublication:
     """A request whose blocks the server must hold for ``hold_for`` seconds.
 
     Stores of these blocks may still be in flight when the core publishes the hold. If a peer pulls
     during the prefill, the blocks are not even computed then.
+
+    ``refused``: the server did not publish the hold. The adapter sets it, on any thread.
     """
 
     request_id: str
@@ -108,6 +110,7 @@ class PlannedPublication:
     positions: Sequence[int]
     num_tokens: int
     hold_for: float
+    refused: bool = False
 
 
 class HandoffRequest(Protocol):
@@ -203,7 +206,7 @@ class HandoffServer(Protocol):
         """Releases the hold on the peer's server."""
 
     def publish(self, publication: PlannedPublication) -> None:
-        """Publishes a hold. The core gets no report of a failure."""
+        """Publishes a hold in the background, and sets ``publication.refused`` if that failed."""
 
     def debug(self, text: str) -> None:
         """Logs why a request is computed instead of pulled."""

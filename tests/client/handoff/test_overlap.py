@@ -89,6 +89,23 @@ def test_a_prefill_engine_publishes_a_request_that_arrives(geometry: CacheGeomet
     assert late.finish(100).params == finished.params
 
 
+def test_a_refused_hold_is_published_at_the_end() -> None:
+    """The server had no room when the request arrived. A decode engine may claim it later."""
+    rig = Rig(PREFILLS)
+    rig.server.published[0].refused = True
+    rig.allocate()
+    finished = rig.finish(100)
+    first, last = rig.server.published
+    assert replace(first, refused=False) == last
+    assert [block.key for block in finished.blocks] == list(last.keys)
+    assert (rig.server.renewed, rig.server.released) == ([], [])
+    rig = Rig(PREFILLS)
+    rig.server.published[0].refused = True
+    rig.allocate()
+    rig.finish(60, FinishReason.OTHER)
+    assert len(rig.server.published) == 1, "an aborted prefill is not held"
+
+
 def test_a_hold_with_a_state_ends_before_the_last_token() -> None:
     """The decode engine computes the last token, also of a prompt of whole blocks."""
     for tokens, expected in ((100, 96), (96, 80), (BLOCK, 0)):

@@ -44,6 +44,7 @@ class HoldsClient(FakeClient):
         self.released_holds: list[HoldName] = []
         self.published: list[str] = []
         self.late_publications = 0
+        self.publish_status = PublishStatus.PUBLISHED
 
     def claim(self, hold: HoldName, **_: Any) -> Any:
         self.claimed.append(hold)
@@ -68,7 +69,7 @@ class HoldsClient(FakeClient):
             self.late_publications -= 1
             raise DeadlineExceeded("late")
         self.published.append(request_id)
-        return SimpleNamespace(status=PublishStatus.PUBLISHED)
+        return SimpleNamespace(status=self.publish_status)
 
 
 def test_a_part_of_a_hold_is_used_as_far_as_it_goes() -> None:
@@ -268,6 +269,26 @@ def test_a_publication_that_was_late_is_made_once_more() -> None:
         scheduler.blocks_allocated(request, TABLE, 0)
         scheduler.request_finished(request, TABLE)
         wait_until(lambda: client.published == ["r"])
+
+
+@pytest.mark.parametrize("status", [PublishStatus.NO_ROOM, PublishStatus.PUBLISHED, None])
+def test_an_early_publication_that_failed_is_repeated_at_the_end(status: PublishStatus | None) -> None:
+    """The server had no room, or did not answer (None). A published hold is not published twice."""
+    client = HoldsClient()
+    client.publish_status, client.late_publications = status or PublishStatus.PUBLISHED, 0 if status else 2
+    with scheduler_side(client) as (scheduler, _):
+        params = {"do_remote_decode": True, "remote_overlap": True}
+        request = make_request(6, kv_transfer_params=params, num_computed_tokens=24, num_prompt_tokens=24)
+        scheduler.new_request(request)
+        publication = scheduler._handoffs._core._requests["r"].publication
+        failed = status is not PublishStatus.PUBLISHED
+        wait_until(lambda: publication.refused if failed else client.published == ["r"])
+        client.published.clear()
+        client.publish_status = PublishStatus.PUBLISHED
+        scheduler.blocks_allocated(request, TABLE, 0)
+        assert scheduler.request_finished(request, TABLE) is not None
+        wait_until(lambda: client.renewed or client.published)
+        assert client.published == (["r"] if failed else [])
 
 
 def test_a_defect_in_handing_over_does_not_keep_a_request_from_ending(monkeypatch: Any) -> None:
