@@ -35,7 +35,7 @@ from .claims import (
     plan_pull,
     pull_blocks,
 )
-from .holds import HeldBlocks, find_blocks, held_length, hold_blocks, name_blocks
+from .holds import HeldBlocks, early_length, find_blocks, held_length, hold_blocks, name_blocks
 from .model import (
     EXPIRY_MARGIN_S,
     ClaimedBlocks,
@@ -132,6 +132,8 @@ class HandoffCore:
             return False
         wanted = may_pull(params, self._options) and (params.do_remote_prefill or params.has_blocks)
         wanted = wanted and not params.has_no_peer
+        if params.pulls_early and not early_length(self._geometry, request.prompt_tokens):
+            wanted = False  # a prefill engine publishes nothing of such a prompt
         # A peer cannot hold a state of a prompt of one block.
         is_expected = params.do_remote_prefill and request.prompt_tokens > self._state_tokens
         if is_expected and params.holds_nothing and params.remote is not None:

@@ -9,7 +9,16 @@ from typing import NamedTuple
 from ..offload import BlockTables, CacheGeometry, CacheGroup, FreeBlock
 from .model import HandoffRequest, PrefixCache
 
-__all__ = ["HeldBlocks", "HeldLength", "block_key", "find_blocks", "held_length", "hold_blocks", "name_blocks"]
+__all__ = [
+    "HeldBlocks",
+    "HeldLength",
+    "block_key",
+    "early_length",
+    "find_blocks",
+    "held_length",
+    "hold_blocks",
+    "name_blocks",
+]
 
 
 @dataclass
@@ -66,14 +75,9 @@ def hold_blocks(
 def name_blocks(geometry: CacheGeometry, engine_id: str, request: HandoffRequest) -> HeldBlocks | None:
     """Returns the hold of a prompt that is not computed yet; None if a peer could pull nothing.
 
-    A hold that would end with a state ends before the prompt's last token (see ``held_length``).
     In a window group it has the window of the last token, also if this begins a block earlier.
     """
-    num_tokens, step = request.prompt_tokens, geometry.step_tokens
-    if any(group.is_state for group in geometry.groups):
-        num_tokens = (num_tokens - 1) // step * step
-    elif geometry.drop_last_block:
-        num_tokens -= num_tokens % step
+    num_tokens = early_length(geometry, request.prompt_tokens)
     held = HeldBlocks(num_tokens)
     for group in geometry.groups:
         positions = range(group.first_needed_block(max(0, num_tokens - 1)), -(-num_tokens // group.block_tokens))
@@ -84,6 +88,17 @@ def name_blocks(geometry: CacheGeometry, engine_id: str, request: HandoffRequest
             held.keys.append(key)
         held.positions.append(list(positions))
     return held if held.keys else None
+
+
+def early_length(geometry: CacheGeometry, prompt_tokens: int) -> int:
+    """Returns the number of tokens of a hold that is published before the prompt is computed.
+
+    A hold that would end with a state ends before the prompt's last token (see ``held_length``).
+    """
+    step = geometry.step_tokens
+    if any(group.is_state for group in geometry.groups):
+        return (prompt_tokens - 1) // step * step
+    return prompt_tokens - (prompt_tokens % step if geometry.drop_last_block else 0)
 
 
 def find_blocks(

@@ -16,6 +16,7 @@ PREFILLS = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkey
 DECODES = prefilled(remote_overlap=True)
 OWN = RemoteRequest("us", "server's r", US.host, US.port)
 LEASE_S = 30.0
+WHOLE = replace(FULL, drop_last_block=True)
 
 
 def computed(tokens: int, ready: int, *, geometry: CacheGeometry = FULL, lost: bool = False) -> ClaimedBlocks:
@@ -183,6 +184,21 @@ def test_blocks_are_pulled_as_they_come(geometry: CacheGeometry) -> None:
     assert rig.server.released == [PEER]
     assert rig.server.dropped == [number for number, _, _ in rig.server.claims]
     assert rig.core._claims._states == {}
+
+
+@pytest.mark.parametrize(
+    ("geometry", "tokens", "claims"),
+    [(STATE, BLOCK, 0), (STATE, BLOCK + 1, 1), (WHOLE, BLOCK - 1, 0), (WHOLE, BLOCK, 1), (FULL, 1, 1)],
+)
+def test_a_prompt_of_which_nothing_is_held_is_not_claimed(geometry: CacheGeometry, tokens: int, claims: int) -> None:
+    """The prefill engine publishes nothing of it, so the claim would wait in vain."""
+    rig = Rig(DECODES, tokens, geometry=geometry)
+    assert rig.match() == (None if claims else 0)
+    assert len(rig.server.claims) == claims
+    publisher = Rig(PREFILLS, tokens, geometry=geometry)
+    assert len(publisher.server.published) == claims
+    rig.allocate()
+    assert len(rig.server.released) == claims
 
 
 def test_a_request_waits_until_the_first_block_is_computed() -> None:
