@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Container
+from dataclasses import dataclass, field
 from enum import Enum
 
 from ..offload import BlockRead, BlockTables, CacheGeometry, CacheGroup, CacheGroupKind
@@ -75,18 +76,26 @@ class Claim:
     reach: int = 0
 
     def record(
-        self, geometry: CacheGeometry, request: HandoffRequest, params: TransferParams, claimed: ClaimedBlocks
+        self,
+        geometry: CacheGeometry,
+        request: HandoffRequest,
+        params: TransferParams,
+        claimed: ClaimedBlocks,
+        pull: OpenPull | None = None,
     ) -> None:
-        """Records the answer of a granted claim."""
+        """Records the answer of a granted claim.
+
+        ``pull``: a pull that waits for the blocks. Then only its missing blocks count, and
+        ``reach`` stays 0. So the cost of a part falls with the number of missing blocks.
+        """
         assert params.remote is not None
         self.answer = claimed
-        self.ready = self.usable = usable_blocks(geometry, request, params.remote, claimed)
-        if params.pulls_early:
-            blocks = [
-                replace(block, item=item) if block.is_pending else block for item, block in enumerate(claimed.blocks)
-            ]
-            self.usable = usable_blocks(geometry, request, params.remote, replace(claimed, blocks=blocks))
-        self.reach = usable_tokens(geometry, self.usable, claimed.num_tokens, self.computed_tokens)
+        wanted = pull.blocks if pull is not None else None
+        self.ready, self.usable = usable_blocks(
+            geometry, request, params.remote, claimed, wanted=wanted, pending=params.pulls_early
+        )
+        if pull is None:
+            self.reach = usable_tokens(geometry, self.usable, claimed.num_tokens, self.computed_tokens)
 
     def reach_of(self, geometry: CacheGeometry, prompt_tokens: int, computed_tokens: int) -> int:
         """Returns how many leading tokens a request has after a pull of the usable blocks."""
@@ -268,20 +277,36 @@ def apply_threshold(count: int, params: TransferParams, options: HandoffOptions)
 
 
 def usable_blocks(
-    geometry: CacheGeometry, request: HandoffRequest, remote: RemoteRequest, claimed: ClaimedBlocks
-) -> Usable:
-    """Returns the claimed blocks whose keys, and so tokens, equal those of this request."""
+    geometry: CacheGeometry,
+    request: HandoffRequest,
+    remote: RemoteRequest,
+    claimed: ClaimedBlocks,
+    *,
+    wanted: Container[tuple[int, int]] | None = None,
+    pending: bool = False,
+) -> tuple[Usable, Usable]:
+    """Returns ``ready`` and ``usable`` of a claim.
+
+    These are claimed blocks whose keys, and so tokens, equal those of this request. ``wanted``:
+    only blocks of these (group index, position). ``pending``: the peer may still store blocks.
+    """
+    ready: Usable = {group.index: {} for group in geometry.groups}
     usable: Usable = {group.index: {} for group in geometry.groups}
     groups = {group.index: group for group in geometry.groups}
-    for block in claimed.blocks:
+    for item, block in enumerate(claimed.blocks):
+        place = (block.group_index, block.position)
+        if wanted is not None and place not in wanted:
+            continue
         group = groups.get(block.group_index)
-        if group is None or block.item is None:
+        if group is None or (block.item is None and not (pending and block.is_pending)):
             continue
         if block.key == block_key(
             request, remote.engine_id, remote.request_id, group, block.position, claimed.num_tokens
         ):
-            usable[group.index][block.position] = block.item
-    return usable
+            usable[group.index][block.position] = item
+            if block.item is not None:
+                ready[group.index][block.position] = block.item
+    return ready, usable
 
 
 def usable_tokens(geometry: CacheGeometry, usable: Usable, num_tokens: int, computed_tokens: int) -> int:

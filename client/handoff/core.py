@@ -186,7 +186,7 @@ class HandoffCore:
         claim = state.claim
         claim.answered, claim.answered_at = True, now
         if claimed is not None:
-            claim.record(self._geometry, state.engine, state.params, claimed)
+            claim.record(self._geometry, state.engine, state.params, claimed, state.pull)
         if state.transfer is TransferState.PULLING:
             self._continue_pull(state, claim)
         elif claim.is_early and not self._claims.again(state, claim, state.claimed_at):

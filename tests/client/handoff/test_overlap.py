@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from peers import BLOCK, FULL, PEER, REMOTE, STATE, US, WALL, WINDOW, Rig, held, prefilled
+from peers import BLOCK, FULL, PEER, REMOTE, STATE, US, WALL, WINDOW, Request, Rig, held, prefilled
 
 from kvtier.client import HandoffDirection
 from kvtier.client.handoff import ClaimedBlocks, FinishReason, RemoteRequest
 from kvtier.client.handoff.claims import TransferState
-from kvtier.client.offload import CacheGeometry, LoadJob
+from kvtier.client.offload import CacheGeometry, CacheGroup, LoadJob
 
 PREFILLS = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(REMOTE), "remote_overlap": True}
 DECODES = prefilled(remote_overlap=True)
@@ -199,6 +199,25 @@ def test_a_prompt_of_which_nothing_is_held_is_not_claimed(geometry: CacheGeometr
     assert len(publisher.server.published) == claims
     rig.allocate()
     assert len(rig.server.released) == claims
+
+
+def test_a_part_compares_only_the_keys_of_missing_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler's thread compares them, once per part."""
+    rig = Decode()
+    rig.begun(40)
+    compared: list[int] = []
+    key = Request.key
+
+    def counted(request: Request, group: CacheGroup, position: int) -> bytes:
+        compared.append(position)
+        return key(request, group, position)
+
+    grants = [computed(100, ready) for ready in (64, 96)]
+    monkeypatch.setattr(Request, "key", counted)
+    for grant in grants:
+        rig.answer(grant)
+    assert compared == [2, 3, 4, 5, 4, 5], "and block 6 has a key of the hold"
+    assert [len(job.reads[0].block_ids) for job in (pull.job for pull in rig.core.take_pulls())] == [2, 2]
 
 
 def test_a_request_waits_until_the_first_block_is_computed() -> None:
