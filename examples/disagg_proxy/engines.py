@@ -102,9 +102,13 @@ class EngineFailedError(Exception):
 
 
 class Engines:
-    """HTTP client for all engines. `silence_s`: longest time without a byte from an engine."""
+    """HTTP client for all engines.
+
+    `silence_s`: longest time until the headers of a response, and then without a byte of its body.
+    """
 
     def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
         self._session: aiohttp.ClientSession | None = None
 
@@ -126,13 +130,18 @@ class Engines:
         data = io.BytesIO(content) if content is not None and len(content) > _LARGE_BYTES else content
         session = self._session = self._session or _session(self._timeout)
         try:
-            async with session.request(
-                method, instance.url + path, data=data, headers=headers, allow_redirects=False
-            ) as response:
+            # `sock_read` begins only after the request was sent, and an engine may never read it.
+            async with (
+                asyncio.timeout(self._silence_s) as limit,
+                session.request(
+                    method, instance.url + path, data=data, headers=headers, allow_redirects=False
+                ) as response,
+            ):
+                limit.reschedule(None)
                 yield response
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise EngineFailedError(Cause.CONNECT) from error
-        except aiohttp.SocketTimeoutError as error:
+        except TimeoutError as error:  # also aiohttp.SocketTimeoutError
             raise EngineFailedError(Cause.TIMEOUT) from error
         except aiohttp.ClientError as error:
             raise EngineFailedError(Cause.BROKEN) from error

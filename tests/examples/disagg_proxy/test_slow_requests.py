@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from dataclasses import replace
 
 import pytest
 from disagg_proxy import engines, watch
+from disagg_proxy.fleet import Instance, Role
 from disagg_proxy.transfer import hold_only
 from harness.disagg_site import Site
 from harness.fake_engine import ANSWER, Behaviour, FakeEngine, RecordedRequest, close_connection, hang, send_answer
@@ -58,6 +60,22 @@ async def test_an_answer_that_is_slow_is_asked_for_once(site: Site, *, stream: b
         (slow,) = [engine for engine in site.decode if engine.seen]
         assert await _is_up_after_checks(proxy, slow, looks[site.decode.index(slow)])
         assert await proxy.metric("requests_total", outcome="engine_error", route=PATH) == 1
+
+
+async def test_an_engine_that_does_not_read_a_large_request_times_out(no_leaks: None) -> None:  # noqa: ARG001
+    """The body exceeds the buffers of the sockets, so that the request is never sent completely."""
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        instance = Instance(f"http://127.0.0.1:{listening.getsockname()[1]}", Role.DECODE)
+        client = engines.Engines(silence_s=0.3)
+        async with asyncio.timeout(60):
+            with pytest.raises(engines.EngineFailedError) as failed:
+                await client.ask(instance, PATH, {"prompt": "x" * (32 << 20)}, {})
+        assert failed.value.cause is engines.Cause.TIMEOUT
+        assert instance.outstanding == 0
+        await client.close()
 
 
 @pytest.mark.parametrize("behaviour", [close_connection, send_oversized])
