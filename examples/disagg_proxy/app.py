@@ -140,7 +140,7 @@ def _lifespan(service: Service, settings: Settings) -> Callable[[Starlette], Abs
             async with service.hints.running():
                 yield
         finally:
-            await _end(tasks)
+            await _end([*tasks, *service.tasks])
             await service.engines.close()
             await service.conversations.close()
 

@@ -96,14 +96,15 @@ class Exchange:
         name = uuid.uuid4().hex
         body = self._turn.prefill_body(overlapping(first_turn() if hold is None else next_turn(hold)), name)
         self._has_prefilled = True
-        prefill = asyncio.create_task(self._prefill_early(instance, body))
+        prefill = self._service.start(self._prefill_early(instance, body))
         try:
             outcome = await self._decode(identity.early_hold(name))
-            await asyncio.wait([prefill], timeout=LATE_PREFILL_S)
-            return outcome
-        finally:
+        except BaseException:
             prefill.cancel()  # a disconnected client aborts both
-            await asyncio.gather(prefill, return_exceptions=True)
+            raise
+        # The connection ends with D's answer, and the caller then cancels this method. P may go on.
+        asyncio.get_running_loop().call_later(LATE_PREFILL_S, prefill.cancel)
+        return outcome
 
     async def _prefill_early(self, instance: Instance, body: Mapping[str, object]) -> None:
         try:

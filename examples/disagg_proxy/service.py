@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from .agents import Retentions
 from .conversations import Conversation
@@ -23,6 +25,7 @@ class Service:
 
     `overlap`: whether D gets a request at the same time as P.
     `tool_time_s`: seconds for which servers retain a conversation's blocks while a tool runs.
+    `tasks`: work that may last longer than its request, until shutdown.
     """
 
     prefill: Fleet
@@ -36,6 +39,14 @@ class Service:
     prefill_timeout_s: float
     tool_time_s: float
     overlap: bool
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs `work` in a task that shutdown cancels."""
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
 
 
 @dataclass(frozen=True)

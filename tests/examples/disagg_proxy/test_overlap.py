@@ -6,10 +6,12 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from disagg_proxy import exchange
+from disagg_proxy.metrics import Outcome
 from harness.disagg_site import Site
 from harness.fake_engine import ANSWER, FakeEngine, RecordedRequest, answer_normally, fail, hang
 from harness.polling import async_wait_until
-from harness.running_proxy import PATH
+from harness.running_proxy import PATH, RunningProxy
 
 
 async def test_p_and_d_get_a_request_at_the_same_time(site: Site) -> None:
@@ -72,7 +74,7 @@ async def test_a_client_that_disconnects_aborts_both(site: Site) -> None:
 
 
 async def test_a_p_that_hangs_is_aborted_after_d_has_answered(site: Site) -> None:
-    """D has given it up, and computed the prompt itself."""
+    """D has given it up, and computed the prompt itself. The request is served."""
     p = site.prefill[0]
     async with site.proxy(replace(site.settings(), overlap=True)) as proxy:
         await proxy.turn("other")
@@ -80,3 +82,55 @@ async def test_a_p_that_hangs_is_aborted_after_d_has_answered(site: Site) -> Non
         answer = await proxy.turn()
         assert answer.status_code == 200
         await asyncio.wait_for(p.seen[1].gone.wait(), 60)
+        await _wait_served(proxy, 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_p_may_answer_after_d(site: Site, monkeypatch: pytest.MonkeyPatch, *, stream: bool) -> None:
+    """The client already has D's whole answer. P is not aborted."""
+    monkeypatch.setattr(exchange, "LATE_PREFILL_S", 60.0)
+    p, gate = site.prefill[0], asyncio.Event()
+
+    async def answer_late(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
+        await gate.wait()
+        await asyncio.sleep(0.3)
+        await answer_normally(engine, asked, writer)
+
+    async with site.proxy(replace(site.settings(), overlap=True)) as proxy:
+        await proxy.turn("other")
+        p.script.append(answer_late)
+        assert (await proxy.turn(stream=stream)).status_code == 200
+        gate.set()
+
+        async def has_answered() -> bool:
+            return await proxy.metric("prefill_seconds_count") == 2
+
+        await async_wait_until(has_answered)
+        await _wait_served(proxy, 2)
+        assert not p.seen[1].gone.is_set()
+        assert await proxy.metric("instance_outstanding", role="prefill", instance=p.url) == 0
+
+
+async def test_a_p_that_hangs_is_aborted_at_shutdown(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy does not wait for P."""
+    monkeypatch.setattr(exchange, "LATE_PREFILL_S", 3600.0)
+    p = site.prefill[0]
+    async with site.proxy(replace(site.settings(), overlap=True)) as proxy:
+        await proxy.turn("other")
+        p.script.append(hang)
+        await proxy.turn()
+        await async_wait_until(lambda: len(p.seen) == 2)
+        await _wait_served(proxy, 2)
+        assert not p.seen[1].gone.is_set()
+    await asyncio.wait_for(p.seen[1].gone.wait(), 60)
+
+
+async def _wait_served(proxy: RunningProxy, number: int) -> None:
+    """Waits until this number of requests has ended, and asserts that all have been served."""
+
+    async def have_ended() -> bool:
+        outcomes = [await proxy.metric("requests_total", outcome=one.value, route=PATH) for one in Outcome]
+        return sum(outcomes) == number
+
+    await async_wait_until(have_ended)
+    assert await proxy.metric("requests_total", outcome="ok", route=PATH) == number
