@@ -27,6 +27,8 @@ __all__ = ["SharedConversations"]
 DEADLINE_S = 0.25
 PAUSE_S = 1.0
 """Seconds for which the server is not asked after a failure."""
+_MAX_UNTIL = 1e12
+"""Seconds since the epoch; an entry never has a later time. NaN and infinity are not below it."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +56,9 @@ class SharedConversations:
 
     async def find(self, conversation: Conversation, prompt: bytes) -> FoundHold:
         """Returns the hold that a request with this prompt can use."""
-        fields = await self._ask("find", lambda server: server.hgetall(_key(conversation)))
-        if fields is None:
+        turns = await self._ask("find", lambda server: _read(server, _key(conversation)))
+        if turns is None:
             return self.own.find(conversation, prompt, self._clock())
-        turns = sorted((_turn(digest, value) for digest, value in fields.items()), key=lambda turn: turn.until)
         if surplus := [turn.digest for turn in turns[:-MAX_TURNS]]:
             await self._ask("put", lambda server: server.hdel(_key(conversation), *surplus))
         return find(turns, prompt, time.time())
@@ -113,6 +114,21 @@ def _key(conversation: Conversation) -> str:
     return f"disagg_proxy/1/{hashlib.sha256(named).hexdigest()}"
 
 
-def _turn(digest: bytes, value: bytes) -> HeldTurn:
-    fields = json.loads(value)
-    return HeldTurn(fields["prompt_bytes"], digest.decode(), json.dumps(fields["hold"]).encode(), fields["until"])
+async def _read(server: Redis, key: str) -> list[HeldTurn]:
+    """Returns the turns of a conversation, the latest last."""
+    fields: dict[Any, Any] = await server.hgetall(key)
+    turns = [turn for digest, value in fields.items() if (turn := _turn(digest, value)) is not None]
+    return sorted(turns, key=lambda turn: turn.until)
+
+
+def _turn(digest: bytes, value: bytes) -> HeldTurn | None:
+    """Parses a field. Returns None for a field that no proxy has written."""
+    try:
+        fields = json.loads(value)
+        prompt_bytes, hold, until = fields["prompt_bytes"], fields["hold"], fields["until"]
+        is_valid = type(prompt_bytes) is int and prompt_bytes >= 0 and isinstance(hold, dict)
+        if not is_valid or not 0 < until < _MAX_UNTIL:
+            return None
+        return HeldTurn(prompt_bytes, digest.decode(), json.dumps(hold).encode(), float(until))
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +91,37 @@ async def test_the_own_table_is_used_while_the_server_is_down(store: RedisServer
     clock.ahead = 2.0
     assert await shared.find(C1, b"ab") == FoundHold(Reuse.MISS)
     await shared.close()
+
+
+@pytest.mark.remote
+async def test_fields_that_no_proxy_has_written_are_skipped(store: RedisServer) -> None:
+    """The other turns of the conversation are still found, and no call counts as failed."""
+    writer, reader = _shared(store.url, Clock()), _shared(store.url, Clock())
+    await writer.put(C1, b"a", {"turn": 1})
+    [key] = store.command("KEYS", "*")
+    valid = {"prompt_bytes": 1, "until": time.time() + 900, "hold": {"turn": 2}}
+    wrong = [
+        {"prompt_bytes": None},
+        {"prompt_bytes": -1},
+        {"prompt_bytes": True},
+        {"until": None},
+        {"until": "9"},
+        {"until": math.nan},
+        {"until": math.inf},
+        {"hold": [1]},
+        {"hold": None},
+    ]
+    fields = [b"[1]", b"{", b"\xff", b"[" * 100_000, b'{"until": 2e9}']
+    fields += [json.dumps({**valid, **one}).encode() for one in wrong]
+    for number, value in enumerate(fields):
+        store.command("HSET", key, b"%d" % number, value)
+    store.command("HSET", key, b"\xff", json.dumps(valid))
+    assert await reader.find(C1, b"b") == FoundHold(Reuse.HIT, {"turn": 1})
+    assert b"disagg_proxy_state_errors_total{" not in reader._metrics.render()
+    store.command("HSET", key, "digest", json.dumps(valid))
+    assert await reader.find(C1, b"b") == FoundHold(Reuse.HIT, {"turn": 2}), "the values are valid but for one each"
+    for shared in (writer, reader):
+        await shared.close()
 
 
 async def test_a_server_that_is_absent_affects_no_request(site: Site) -> None:
