@@ -14,7 +14,7 @@ from enum import Enum
 
 from .transfer import Params
 
-__all__ = ["MAX_SERVER_NAME", "MAX_TURNS", "Conversation", "Conversations", "FoundHold", "HeldTurn", "Reuse", "find"]
+__all__ = ["MAX_SERVER_NAME", "MAX_TURNS", "Conversation", "Conversations", "FoundHold", "HeldTurn", "Reuse"]
 
 MAX_SERVER_NAME = 128
 """Maximum number of characters of a conversation's name on kvtier servers."""
@@ -80,7 +80,7 @@ class HeldTurn:
         return cls(len(prompt), hashlib.sha256(prompt).hexdigest(), json.dumps(hold).encode(), until)
 
 
-def find(turns: Collection[HeldTurn], prompt: bytes, now: float) -> FoundHold:
+def _find(turns: Collection[HeldTurn], prompt: bytes, now: float) -> FoundHold:
     """Returns the hold of the turn that the prompt continues, or else of the latest turn.
 
     `turns`: the latest last. If a client has changed its history, P uses what both have in common.
@@ -138,10 +138,15 @@ class Conversations:
             crowded_out += 1
         return crowded_out
 
-    def find(self, conversation: Conversation, prompt: bytes, now: float) -> FoundHold:
-        """Returns the hold that a request with this prompt can use; removes expired turns."""
-        turns = self._entries.get(conversation, {})
-        found = find(turns.values(), prompt, now)
+    def find(
+        self, conversation: Conversation, prompt: bytes, now: float, others: Collection[HeldTurn] = ()
+    ) -> FoundHold:
+        """Returns the hold that a request with this prompt can use; removes expired turns.
+
+        `others`: turns of the conversation that other tables have.
+        """
+        turns = [*others, *self._entries.get(conversation, {}).values()]
+        found = _find(sorted(turns, key=lambda turn: turn.until), prompt, now)
         if found.reuse is Reuse.EXPIRED:
             self._forget(conversation)
         return found
@@ -154,7 +159,7 @@ class Conversations:
         return len(stale)
 
     def _forget(self, conversation: Conversation) -> None:
-        turns = self._entries.pop(conversation)
+        turns = self._entries.pop(conversation, {})
         for digest in list(turns):
             self._drop(turns, digest)
 

@@ -1,7 +1,7 @@
 """Holds of conversations, which several proxies share in a Valkey or Redis server.
 
 Without such a server, each proxy has only its own table. A proxy also writes to its own table, and
-uses this table while the server does not answer. No failure of the server affects a request.
+always searches both. No failure of the server affects a request.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .conversations import MAX_TURNS, Conversation, Conversations, FoundHold, HeldTurn, find
+from .conversations import MAX_TURNS, Conversation, Conversations, FoundHold, HeldTurn
 from .metrics import Metrics
 from .transfer import Params
 
@@ -55,13 +56,18 @@ class SharedConversations:
         self._ask_at = 0.0
 
     async def find(self, conversation: Conversation, prompt: bytes) -> FoundHold:
-        """Returns the hold that a request with this prompt can use."""
-        turns = await self._ask("find", lambda server: _read(server, _key(conversation)))
-        if turns is None:
-            return self.own.find(conversation, prompt, self._clock())
+        """Returns the hold that a request with this prompt can use.
+
+        The server lacks turns that proxies recorded while it did not answer. So the own table is
+        searched, too.
+        """
+        turns: list[HeldTurn] = await self._ask("find", lambda server: _read(server, _key(conversation))) or []
         if surplus := [turn.digest for turn in turns[:-MAX_TURNS]]:
             await self._ask("put", lambda server: server.hdel(_key(conversation), *surplus))
-        return find(turns, prompt, time.time())
+        now = self._clock()
+        ahead = now - time.time()
+        others = [replace(turn, until=turn.until + ahead) for turn in turns]
+        return self.own.find(conversation, prompt, now, others)
 
     async def put(self, conversation: Conversation, prompt: bytes, hold: Params) -> None:
         """Records a turn."""

@@ -80,17 +80,39 @@ async def test_the_server_has_the_latest_turns_of_a_conversation(store: RedisSer
 
 @pytest.mark.remote
 async def test_the_own_table_is_used_while_the_server_is_down(store: RedisServer) -> None:
-    """The server is asked again a second later. What it does not know is then a miss."""
+    """The server is asked again a second later. Turns that it has lost are still found."""
     clock = Clock()
     shared = _shared(store.url, clock)
     await shared.put(C1, b"a", {"turn": 1})
     store.kill()
     assert await shared.find(C1, b"ab") == FoundHold(Reuse.HIT, {"turn": 1})
     store.start()
-    assert await shared.find(C1, b"ab") == FoundHold(Reuse.HIT, {"turn": 1})
     clock.ahead = 2.0
-    assert await shared.find(C1, b"ab") == FoundHold(Reuse.MISS)
+    assert await shared.find(C1, b"ab") == FoundHold(Reuse.HIT, {"turn": 1})
+    assert shared._metrics.state_errors.labels("find")._value.get() == 1
     await shared.close()
+
+
+@pytest.mark.remote
+@pytest.mark.parametrize(
+    ("prompt", "turn"), [(b"one, two, three", 2), (b"one, four", 1), (b"changed", 2), (b"another, too", 3)]
+)
+async def test_turns_of_the_server_and_of_the_own_table_are_found(
+    store: RedisServer, monkeypatch: pytest.MonkeyPatch, prompt: bytes, turn: int
+) -> None:
+    """If the server missed a turn, its older turns do not hide this turn."""
+    monkeypatch.setattr("disagg_proxy.shared.PAUSE_S", 0.0)
+    shared, other = _shared(store.url, Clock()), _shared(store.url, Clock())
+    await other.put(C1, b"another", {"turn": 3})
+    await shared.put(C1, b"one", {"turn": 1})
+    store.command("CONFIG", "SET", "maxmemory", "1")  # refuses writes only
+    await shared.put(C1, b"one, two", {"turn": 2})
+    store.command("CONFIG", "SET", "maxmemory", "0")
+    [key] = store.command("KEYS", "*")
+    assert store.command("HLEN", key) == 2
+    assert await shared.find(C1, prompt) == FoundHold(Reuse.HIT, {"turn": turn})
+    for one in (shared, other):
+        await one.close()
 
 
 @pytest.mark.remote
