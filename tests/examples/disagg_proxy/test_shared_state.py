@@ -32,6 +32,12 @@ def store(tmp_path: Path) -> Iterator[RedisServer]:
     server.end()
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the server time on a busy machine."""
+    monkeypatch.setattr("disagg_proxy.shared.DEADLINE_S", 60.0)
+
+
 def _shared(url: str, clock: Clock) -> SharedConversations:
     return SharedConversations(Conversations(), Metrics((), lambda: 0), clock, url)
 
@@ -90,6 +96,19 @@ async def test_the_own_table_is_used_while_the_server_is_down(store: RedisServer
     clock.ahead = 2.0
     assert await shared.find(C1, b"ab") == FoundHold(Reuse.HIT, {"turn": 1})
     assert shared._metrics.state_errors.labels("find")._value.get() == 1
+    await shared.close()
+
+
+@pytest.mark.remote
+async def test_a_server_that_hangs_is_given_up(store: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a deadline the proxy uses its own table."""
+    shared = _shared(store.url, Clock())
+    await shared.put(C1, b"a", {"turn": 1})
+    monkeypatch.setattr("disagg_proxy.shared.DEADLINE_S", 0.05)
+    store.freeze(frozen=True)
+    assert await shared.find(C1, b"ab") == FoundHold(Reuse.HIT, {"turn": 1})
+    assert shared._metrics.state_errors.labels("find")._value.get() == 1
+    store.freeze(frozen=False)
     await shared.close()
 
 
