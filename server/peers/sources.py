@@ -146,7 +146,9 @@ class PeerSources:
                 if link.end_idle_sessions(now) and address not in searched:
                     await self._drop(address)
             for address in self._breakers.keys() - searched:
-                if self._directory.find(str(address)) != address:
+                found = self._directory.find(str(address))
+                # Its `tls_name` may differ, because several listed names may have this address.
+                if found is None or (found.host, found.port) != (address.host, address.port):
                     del self._breakers[address]
 
     async def close(self) -> None:

@@ -394,6 +394,29 @@ async def test_the_circuit_breaker_of_a_vanished_address_is_removed(monkeypatch:
         await searches.close()
 
 
+async def test_the_circuit_breaker_of_an_address_with_two_names_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The breaker belongs to the second name. A search for the address finds the first name."""
+    monkeypatch.setattr(sources, "_SWEEP_SECONDS", 0.01)
+    addresses = {"first.example": "127.0.0.1", "second.example": "127.0.0.1", "third.example": "127.0.0.2"}
+    directory = PeerDirectory([f"{name}:1" for name in addresses], resolve_name=lambda name: [addresses[name]])
+    directory.refresh()
+    tier = PeerTier(60.0, MIB)
+    async with serving(tier) as calls:
+        searches = _searches_of(calls, tier, directory)
+        for name in ("second.example", "third.example"):
+            located = await searches.locate(
+                calls.session, f"{name}:1", KEYS, EVERYWHERE, calls.runtime.now() + 60, prefix=True
+            )
+            assert located.outcome == cache_pb2.SOURCE_OUTCOME_UNREACHABLE
+        addresses["third.example"] = "127.0.0.3"
+        directory.refresh()
+        sweeps = asyncio.create_task(searches.sweep())
+        await until(lambda: "third.example" not in {address.tls_name for address in searches._breakers})
+        assert [address.tls_name for address in searches._breakers] == ["second.example"]
+        sweeps.cancel()
+        await searches.close()
+
+
 def _searches_of(calls: Calls, tier: PeerTier, directory: PeerDirectory) -> sources.PeerSources:
     return sources.PeerSources(
         tier,
