@@ -33,6 +33,8 @@ _VALUE_CHARACTERS = 32
 _LATE_SHARE = 0.5
 # Shorter than the server's lease (60 s by default). A hit older than this is looked up again.
 _PIN_SECONDS = 40.0
+# Releases of leases wait for touches on the same thread, so an older touch is dropped.
+_TOUCH_SECONDS = 5.0
 _ALL_TIERS = TierFilter(media=tuple(Medium))
 """Excludes all tiers but the CPU tier, so that nothing is promoted."""
 # Parameters that users and proxies set, and the default rules know (B1.6).
@@ -215,7 +217,8 @@ class TierLookups(RequestCalls):
         """
         if not request.registration.settings.skip_load and self._client.connected and not self.circuit_open:
             self.acquire(request.registration)
-            self._control_thread.submit(lambda: self._touch(request, end_tokens))
+            until = time.monotonic() + _TOUCH_SECONDS
+            self._control_thread.submit(lambda: self._touch(request, end_tokens, until))
 
     def end(self, request: TierRequest, end_tokens: Mapping[bytes, int]) -> None:
         """Ends the request at the server, which then releases its leases, after its last call.
@@ -288,15 +291,19 @@ class TierLookups(RequestCalls):
             if batch.prefix and len(hits) < len(keys):
                 return
 
-    def _touch(self, request: TierRequest, end_tokens: Mapping[bytes, int]) -> None:
+    def _touch(self, request: TierRequest, end_tokens: Mapping[bytes, int], until: float) -> None:
+        """Marks blocks of each group, until this time on the monotonic clock."""
         groups: dict[bytes, list[bytes]] = {}
         for key in sorted((key for key in end_tokens if key not in request.used), key=end_tokens.__getitem__):
             groups.setdefault(key[-_GROUP_BYTES:], []).append(key)
         try:
             for keys in groups.values():
+                if self.circuit_open or time.monotonic() >= until:
+                    break
                 # The server marks the leading keys that it has. Of windows it has the last ones.
                 _ = self._touch_prefix(request, keys) or self._touch_prefix(request, keys[::-1])
         except KVTierError as error:
+            self.open_circuit(error)
             self._log.warn("touch", f"could not mark blocks as used: {error}")
         finally:
             self.release(request.registration)

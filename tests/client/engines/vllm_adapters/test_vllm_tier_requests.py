@@ -11,6 +11,8 @@ from harness.polling import wait_until
 from tier_fixtures import KEYS, TierParts, keys_of, make_tier_parts
 
 from kvtier.client import NotConnected, OffloadPolicy
+from kvtier.client.engines.vllm.scheduler import server_calls
+from kvtier.client.engines.vllm_tier import tier_lookups
 from kvtier.client.engines.vllm_tier.tier_lookups import Answer
 
 FLAG = {"do_remote_decode": True}
@@ -101,19 +103,48 @@ def test_windows_are_marked_from_their_end(room: TierParts) -> None:
     assert room.client.marked == [KEYS, [], [windows[3], windows[2]]]
 
 
-@pytest.mark.parametrize("case", ["has not run", "skips loads", "no server", "server fails"])
+@pytest.mark.parametrize("case", ["has not run", "skips loads", "no server"])
 def test_nothing_is_marked_for_a_request_that_used_nothing(room: TierParts, case: str) -> None:
-    """A request that never ran, or must not load, marks nothing; a failed call is a warning."""
-
-    def fail() -> None:
-        raise NotConnected("gone")
-
+    """A request that never ran, or must not load, marks nothing."""
     request = room.lookups.begin("r", {"kvtier": {"skip_load": case == "skips loads"}})
     if case != "has not run":
         room.lookups.mark_scheduled(request)
     room.client.connected = case != "no server"
-    room.client.keys, room.client.before = set(KEYS), fail if case == "server fails" else room.client.before
+    room.client.keys = set(KEYS)
     room.lookups.end(request, dict.fromkeys(KEYS, 16))
     if case != "no server":
         wait_until(lambda: "finished r" in room.client.told)
     assert room.client.marked == []
+
+
+def test_a_server_that_fails_is_not_asked_to_mark_more(room: TierParts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure is a warning, and pauses the calls. Requests that wait to be marked still end."""
+    monkeypatch.setattr(server_calls, "_CIRCUIT_OPEN_S", 3600.0)
+    failures, may_fail = [], threading.Event()
+
+    def fail() -> None:
+        may_fail.wait(60)
+        failures.append("gone")
+        raise NotConnected("gone")
+
+    room.client.before = fail
+    for name in ("first", "second"):
+        request = room.lookups.begin(name, None)
+        room.lookups.mark_scheduled(request)
+        room.lookups.end(request, dict.fromkeys([*KEYS, *keys_of(4, group=1)], 16))
+    may_fail.set()
+    wait_until(lambda: {"finished first", "finished second"} <= set(room.client.told))
+    assert failures == ["gone"]
+    assert room.lookups.circuit_open
+
+
+def test_marks_that_are_late_are_dropped(room: TierParts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases of leases wait behind them."""
+    monkeypatch.setattr(tier_lookups, "_TOUCH_SECONDS", 0.0)
+    request = room.lookups.begin("r", None)
+    room.lookups.mark_scheduled(request)
+    room.client.keys = set(KEYS)
+    room.lookups.end(request, dict.fromkeys(KEYS, 16))
+    wait_until(lambda: "finished r" in room.client.told)
+    assert room.client.marked == []
+    assert not room.lookups.circuit_open
