@@ -139,14 +139,10 @@ class MooncakeCluster:
 
     def freeze_process(self, process: subprocess.Popen[bytes] | subprocess.Popen[str], *, frozen: bool) -> None:
         """Returns when all threads of the process have stopped."""
-        process.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
-        threads = Path(f"/proc/{process.pid}/task")
-        wait_until(
-            lambda: (
-                not frozen
-                or all((thread / "stat").read_text().rpartition(") ")[2][0] == "T" for thread in threads.iterdir())
-            )
-        )
+        if frozen:
+            stop(process.pid)
+        else:
+            process.send_signal(signal.SIGCONT)
 
     def kill_node(self, number: int) -> None:
         _end(self.nodes.pop(number))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from harness.polling import wait_until
 from harness.ports import ReservedPort
+from harness.signals import stop
 
 from kvtier.tiers.remote.object_store import StoreUnavailableError
 from kvtier.tiers.remote.resp import ErrorAnswer, RespConnection, command
@@ -93,7 +94,10 @@ class RedisServer:
 
     def freeze(self, *, frozen: bool) -> None:
         assert self._process
-        self._process.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
+        if frozen:
+            stop(self._process.pid)
+        else:
+            self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """Kills the server with SIGKILL and closes the own connection. May be repeated."""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from harness.polling import wait_until
 from harness.ports import ReservedPort
+from harness.signals import stop
 
 __all__ = ["BUCKET", "SeaweedServer", "needs_seaweed"]
 
@@ -132,7 +133,10 @@ class SeaweedServer:
 
     def freeze(self, *, frozen: bool) -> None:
         assert self._process
-        self._process.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
+        if frozen:
+            stop(self._process.pid)
+        else:
+            self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """Kills the server with SIGKILL. May be repeated."""
