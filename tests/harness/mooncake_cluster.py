@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from harness.own_network import own_network
 from harness.polling import wait_until
+from harness.signals import stop
 
 from kvtier.tiers.remote.mooncake import MooncakeStore
 from kvtier.tiers.remote.mooncake_process import MooncakeProcess, MooncakeSettings

@@ -58,7 +58,7 @@ class CircuitBreaker:
             self._probe_at = self._clock() + self._pause()
 
     def _pause(self) -> float:
-        return min(PROBE_SECONDS * 2 ** min(self._probes, 10), MAX_PROBE_SECONDS)
+        return min(PROBE_SECONDS * 2.0 ** min(self._probes, 10), MAX_PROBE_SECONDS)
 
 
 class ByteBudget:
