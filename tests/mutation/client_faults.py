@@ -140,8 +140,8 @@ CLIENT_FAULTS = (
     Fault(
         "a publication without an answer is not repeated",
         _HOLDS,
-        "is safe.\n            status = self._publish_once(client, publication)",
-        "is safe.\n            return",
+        "is safe.\n                status = self._publish_once(client, publication)",
+        "is safe.\n                return",
     ),
     Fault(
         "a failed load counts as a hit in the core",

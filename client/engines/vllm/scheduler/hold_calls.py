@@ -198,14 +198,16 @@ class HoldCalls:
             self._log.warn("handoff-call", f"a hand-off call failed: {error}")
 
     def _publish(self, client: Client, publication: PlannedPublication) -> None:
-        status = None
         try:
-            status = self._publish_once(client, publication)
-        except DeadlineExceeded:
-            # The server may have published the hold or not. Publishing it twice is safe.
-            status = self._publish_once(client, publication)
-        finally:
-            publication.refused = status is not PublishStatus.PUBLISHED
+            try:
+                status = self._publish_once(client, publication)
+            except DeadlineExceeded:
+                # The server may have published the hold or not. Publishing it twice is safe.
+                status = self._publish_once(client, publication)
+        except Exception:
+            publication.refused = True
+            raise
+        publication.refused = status is not PublishStatus.PUBLISHED
         logger.debug("kvtier: request %s: %s", publication.request_id, status.name)
         self._counters.count(f"publications:{status.name.lower()}")
 
