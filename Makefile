@@ -67,10 +67,10 @@ demo-fleet: $(VENV)/.stamp $(FLEET)/.stamp  ## Show that hosts share blocks thro
 demo-router: $(VLLM)/.stamp  ## Compare examples/kv_aware_router with round robin: two vLLM engines on the CPU, each with its own server (4 to 8 minutes)
 	$(VLLM)/bin/python examples/demo/router.py
 
-test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (8 minutes on 2 cores)
+test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (4 to 8 minutes on 2 cores)
 	$(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal -m 'not slow' $(ARGS)
 
-test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take long: many kills, curves, hangs, documentation (8 minutes on 2 cores)
+test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take long: many kills, curves, hangs, documentation (4 to 8 minutes on 2 cores)
 	$(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal -m slow $(ARGS)
 
 test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB; about 25 minutes on 2 idle cores)
