@@ -239,19 +239,14 @@ class HandoffCore:
         """Renews the peers' holds of all requests that have not ended their pull (B2.1).
 
         The adapter calls this once per step. Only every ``heartbeat_s`` seconds the core sends a
-        heartbeat for all these requests; for a new request it sends one at once. Fails each pull
-        in parts whose claim got no answer until ``claim_timeout_s`` after its deadline.
+        heartbeat for all these requests; for a new request it sends one at once. With the heartbeat
+        for all it fails each pull in parts whose claim got no answer until ``claim_timeout_s``
+        after its deadline.
         """
-        for state in self._requests.values():
-            claim = state.claim if state.pull is not None else None
-            if claim is not None and now >= claim.deadline + self._options.claim_timeout_s:
-                self._server.warn(
-                    f"{state.engine.request_id}: a claim was not answered; the engine computes the request"
-                )
-                self._fail_pull(state)
         new_requests, self._without_heartbeat = self._without_heartbeat, []
         if now >= self._next_heartbeat_at:
             self._next_heartbeat_at = now + self._options.heartbeat_s
+            self._fail_unanswered(now)
             self._renew(self._requests.values())
         elif new_requests:
             self._renew(self._requests[name] for name in new_requests if name in self._requests)
@@ -385,6 +380,15 @@ class HandoffCore:
         """Ends a pull that waits for further blocks."""
         state.pull = None
         self._pulls.append(BlockPull(state.params.remote, LoadJob(state.engine.request_id)))
+
+    def _fail_unanswered(self, now: float) -> None:
+        for state in self._requests.values():
+            claim = state.claim if state.pull is not None else None
+            if claim is not None and now >= claim.deadline + self._options.claim_timeout_s:
+                self._server.warn(
+                    f"{state.engine.request_id}: a claim was not answered; the engine computes the request"
+                )
+                self._fail_pull(state)
 
     def _end_transfer(self, state: HandoffState) -> None:
         """Ends the transfer: releases the lease and the peer's hold (B2.11)."""

@@ -112,6 +112,12 @@ class FakeHolds:
                 self._end(name)
         return handoff_pb2.ReleaseHoldsResponse()
 
+    def not_claimed(
+        self, prefix: bytes, request: handoff_pb2.ReportNotClaimedRequest
+    ) -> handoff_pb2.ReportNotClaimedResponse:
+        """Accepts a report, which a real server counts."""
+        return handoff_pb2.ReportNotClaimedResponse()
+
     def _end(self, name: _Name) -> None:
         self._drop_hold_only(self._open.pop(name).names)
 

@@ -36,7 +36,6 @@ __all__ = ["FakeServer"]
 
 _MAX_KEYS = 65536
 _MAX_FRAME_BYTES = 1 << 20
-_NOTHING = handoff_pb2.ReportNotClaimedResponse()
 
 
 @dataclass(slots=True)
@@ -173,7 +172,7 @@ class FakeServer:
             "ClaimHold": self._claim_hold,
             "RenewHolds": lambda request: self._holds.renew(self._session(request.session).prefix, request),
             "ReleaseHolds": lambda request: self._holds.release(self._session(request.session).prefix, request),
-            "ReportNotClaimed": lambda request: (self._session(request.session), _NOTHING)[1],
+            "ReportNotClaimed": lambda request: self._holds.not_claimed(self._session(request.session).prefix, request),
             "ListConversations": self._conversations.list,
             "ActOnConversation": self._conversations.act,
             "GetStatus": self._get_status,

@@ -96,7 +96,7 @@ class ClaimHandler:
             block.pins += 1
         assert lease.indices is not None
         lease.indices.update(zip(hits, count(len(lease.items))))
-        leases.extend(lease, list(found), bytes(len(found)), all_ready=True)
+        leases.extend(lease, found, bytes(len(found)), all_ready=True)
         lease.expires_at = max(lease.expires_at, expires_at)
         self._cpu_tier.use([block for block in dict.fromkeys(found) if not block.invalidated], claim.user)
         self._stats[hold.direction].claimed_bytes += sum(block.nbytes for block in found)

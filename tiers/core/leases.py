@@ -246,7 +246,9 @@ class LeaseTable:
         self.extend(lease, items, sources, all_ready=all_ready)
         return lease
 
-    def extend(self, lease: BlockLease, items: list[Block | None], sources: bytes, *, all_ready: bool = False) -> None:
+    def extend(
+        self, lease: BlockLease, items: Sequence[Block | None], sources: bytes, *, all_ready: bool = False
+    ) -> None:
         """Adds items to a lease, which then owns the pins of their blocks."""
         for item, block in enumerate(() if all_ready else items, start=len(lease.items)):
             if block is not None and not block.ready:

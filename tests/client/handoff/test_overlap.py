@@ -8,7 +8,7 @@ import pytest
 from peers import BLOCK, FULL, PEER, REMOTE, STATE, US, WALL, WINDOW, Request, Rig, held, prefilled
 
 from kvtier.client import HandoffDirection
-from kvtier.client.handoff import ClaimedBlocks, FinishReason, RemoteRequest
+from kvtier.client.handoff import ClaimedBlocks, FinishReason, HandoffOptions, RemoteRequest
 from kvtier.client.handoff.claims import TransferState
 from kvtier.client.offload import CacheGeometry, CacheGroup, LoadJob
 
@@ -303,7 +303,7 @@ def test_an_answer_restarts_the_deadline_of_a_pull() -> None:
     assert rig.granted(40, now=4.0) == []
     rig.core.heartbeat(13.9)
     assert rig.core.take_pulls() == []
-    rig.core.heartbeat(14.0)
+    rig.core.heartbeat(13.9 + HandoffOptions().heartbeat_s)
     assert [pull.job for pull in rig.core.take_pulls()] == [LoadJob("r")]
 
 
