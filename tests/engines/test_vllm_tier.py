@@ -222,7 +222,7 @@ def test_a_hybrid_model(run_engine: RunEngine, server: ServerProcess, second: di
 def test_two_ranks(run_engine: RunEngine, server: ServerProcess, reference: dict[str, Any]) -> None:
     """B3.14 A row has the bytes of all ranks; another engine with two ranks finds it.
 
-    On a busy machine the first engine can end without having stored all rows.
+    On a busy machine the first engine can lose its session, and then it does not store all rows.
     """
     server.kill()
     server.start()
