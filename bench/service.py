@@ -36,10 +36,11 @@ class Service:
         region_bytes: int,
         *,
         lmdb_bytes: int | None = None,
+        valkey_url: str | None = None,
         config: str = "",
         certificate: Certificate | None = None,
     ) -> None:
-        """Prepares a server; without `lmdb_bytes` it has the CPU tier only.
+        """Prepares a server; without `lmdb_bytes` and `valkey_url` it has the CPU tier only.
 
         With `certificate` TCP uses TLS, and clients need that certificate. `config` is appended to
         the configuration. The caller removes `directory`.
@@ -55,6 +56,8 @@ class Service:
         tiers = "tiers = []\n"
         if lmdb_bytes is not None:
             tiers = f'[[tiers]]\ntype = "lmdb"\nsize = {lmdb_bytes}\ndurability = "process"\neviction = "lru"\n'
+        if valkey_url is not None:
+            tiers = f'[[tiers]]\ntype = "valkey"\noptions = {{url = "{valkey_url}"}}\n'
         self._config.write_text(
             f"insecure = {json.dumps(certificate is None)}\n"
             f"listen = {json.dumps([self.unix, self.tcp])}\nregion_size = {region_bytes}\n"

@@ -17,7 +17,7 @@ from rich.table import Table
 from bench.machine import facts
 from bench.report import Report
 
-from .configurations import ALONE, CONFIGURATIONS, KVTIER
+from .configurations import ALONE, CONFIGURATIONS, DEAD_STORES, KVTIER
 from .model import make_model
 from .parts import Conversations, engine_settings, measure_idle, measure_turns, wrong_steps
 from .results import IdleFound
@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
     make_model(folder / "model")
     conversations, idle = Conversations(), {}
     if "turns" in options.only:
-        again = () if options.quick else (ALONE, KVTIER)
+        again = () if options.quick else (ALONE, KVTIER, *DEAD_STORES)
         conversations = measure_turns(folder / "model", folder, workload, options.configurations, again)
         rows_of_turns(report, conversations.found)
     if conversations.processes:

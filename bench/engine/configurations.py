@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from bench.service import Service
 from .lmcache import LmcacheServer, server_settings
 from .workload import FULL
 
-__all__ = ["ALONE", "CONFIGURATIONS", "KVTIER", "Configuration", "kvtier_connector", "within"]
+__all__ = ["ALONE", "CONFIGURATIONS", "DEAD_STORES", "KVTIER", "Configuration", "kvtier_connector", "within"]
 
 HOST_BYTES = 512 << 20
 """Memory of each connector's server: enough for all conversations."""
@@ -71,6 +72,27 @@ def _kvtier(name: str, **extra: Any) -> Configuration:
     return Configuration(name, serve, settings, must_run=True)
 
 
+def _kvtier_with_dead_store(name: str, *, hangs: bool) -> Configuration:
+    """Returns kvtier with a shared tier whose store is dead.
+
+    A store that `hangs` accepts connections and never answers; the other one refuses connections.
+    """
+
+    @contextmanager
+    def serve(directory: Path) -> Iterator[Setting]:
+        with socket.socket() as store:
+            store.bind(("127.0.0.1", 0))
+            if hangs:
+                store.listen()
+            url = f"valkey://127.0.0.1:{store.getsockname()[1]}"
+            with Service(directory, HOST_BYTES, valkey_url=url) as service:
+                service.start()
+                yield kvtier_connector(service.unix, transport="shm")
+
+    tier = f"a valkey tier whose store {'accepts connections and does not answer' if hangs else 'refuses connections'}"
+    return Configuration(name, serve, f"transport=shm; server: region_size={HOST_BYTES}, {tier}", must_run=True)
+
+
 def _lmcache(name: str, chunk_tokens: int | None = None) -> Configuration:
     settings = server_settings(HOST_BYTES, chunk_tokens)
 
@@ -103,9 +125,12 @@ def _text(settings: Mapping[str, Any]) -> str:
 LMCACHE = Path(__file__).resolve().parents[2] / "build" / "lmcache" / "bin" / "python"
 ALONE = "no connector"
 KVTIER = "kvtier, shm"
+DEAD_STORES = ("kvtier, store refuses", "kvtier, store hangs")
 CONFIGURATIONS = (
     Configuration(ALONE, within(None), must_run=True),
     _kvtier(KVTIER, transport="shm"),
+    _kvtier_with_dead_store(DEAD_STORES[0], hangs=False),
+    _kvtier_with_dead_store(DEAD_STORES[1], hangs=True),
     _kvtier("kvtier, shm, lazy", transport="shm", lazy_offload=True),
     _kvtier("kvtier, grpc", transport="grpc"),
     _offloading("OffloadingConnector"),
