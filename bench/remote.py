@@ -50,19 +50,19 @@ SPACE = NamespaceId(bytes(16))
 
 
 class _Tier:
-    """The tier, with a number of jobs at the same time."""
+    """The tier, with one job, or with as many at the same time as it permits."""
 
-    def __init__(self, port: int, jobs: int) -> None:
+    def __init__(self, port: int, *, parallel: bool) -> None:
         limits = RemoteLimits(deadline_seconds=DEADLINE_SECONDS)
         self._tier = ValkeyTier("far", 1 << 30, url=f"valkey://127.0.0.1:{port}", limits=limits)
-        self._threads = ThreadPoolExecutor(jobs)
-        self._jobs = jobs
+        self._threads = ThreadPoolExecutor(max(self._tier.parallel_stores, self._tier.parallel_loads))
+        self._parallel = parallel
 
     def store(self, names: Sequence[bytes], slots: Sequence[memoryview]) -> None:
-        self._run(self._tier.store, names, slots)
+        self._run(self._tier.store, self._tier.parallel_stores, names, slots)
 
     def load(self, names: Sequence[bytes], slots: Sequence[memoryview]) -> None:
-        self._run(self._tier.load, names, slots)
+        self._run(self._tier.load, self._tier.parallel_loads, names, slots)
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -71,11 +71,13 @@ class _Tier:
     def _run(
         self,
         move: Callable[[Sequence[BlockBytes]], list[Outcome]],
+        permitted: int,
         names: Sequence[bytes],
         slots: Sequence[memoryview],
     ) -> None:
         blocks = [BlockBytes(SPACE, name, (slot,)) for name, slot in zip(names, slots, strict=True)]
-        for outcomes in self._threads.map(move, [blocks[job :: self._jobs] for job in range(self._jobs)]):
+        jobs = permitted if self._parallel else 1
+        for outcomes in self._threads.map(move, [blocks[job::jobs] for job in range(jobs)]):
             if set(outcomes) != {Outcome.DONE}:
                 raise RuntimeError(f"the tier: {self._tier.last_error}")
 
@@ -190,11 +192,12 @@ def _measure(report: Report, port: int, block_bytes: int, count: int, lmcache: L
     for name, times in seconds.items():
         limit = f"{name.partition(':')[0]}: bare TCP, {size}"
         report.add(f"{name}, {size}", rate(total, times), "GB/s", None if "bare" in name else limit)
-    add_ratios(report, seconds, "tier, parallel jobs", size)
+    for tier in ("tier", "tier, parallel jobs"):
+        add_ratios(report, seconds, tier, size)
 
 
 def _clients(port: int) -> dict[str, Any]:
-    clients: dict[str, Any] = {"tier": _Tier(port, 1), "tier, parallel jobs": _Tier(port, 4)}
+    clients: dict[str, Any] = {"tier": _Tier(port, parallel=False), "tier, parallel jobs": _Tier(port, parallel=True)}
     for name, package, client in (("valkey-glide-sync", "glide_sync", _Glide), ("redis-py", "redis", _RedisPy)):
         if importlib.util.find_spec(package):
             clients[name] = client(port)
