@@ -12,13 +12,15 @@ from harness.long_timeouts import long_timeouts as client_long_timeouts
 from kvtier.client.engines.vllm import peers
 from kvtier.client.engines.vllm.scheduler import hold_calls
 from kvtier.client.engines.vllm.worker import worker
-from kvtier.client.engines.vllm_tier import manager
+from kvtier.client.engines.vllm_tier import manager, transfers
 
 __all__ = ["LONG_TIMEOUT_SECONDS", "long_timeouts", "prepare_engine"]
 
 _DEADLINES = (
     (hold_calls, "_CONNECT_WITHIN_S"),
     (manager, "_DRAIN_SECONDS"),
+    (manager, "_TRANSFER_SECONDS"),
+    (transfers, "_JOB_SECONDS"),
     (peers, "_START_SECONDS"),
     (worker, "_CONNECT_WITHIN_S"),
 )

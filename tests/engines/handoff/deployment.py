@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from calls import ask, question
+from calls import Stream, ask, question
 from engine_server import EngineServer, Sources
 from harness.polling import polls, wait_until
 from proxy_process import ProxyProcess
@@ -199,6 +199,23 @@ class Deployment:
         for engine in (self.p, self.d):
             eventually(engine.is_idle, f"{engine.name} is busy")
             engine.empty()  # refused while one of its blocks is in use
+
+    def abort_answer(self, body: dict[str, Any]) -> None:
+        """Asks the proxy, and closes the connection in the middle of the answer.
+
+        Asserts that P's hold has ended, and that D holds nothing of the incomplete answer.
+        """
+        held_before = self.totals("to_prefill")["open"]
+        aborted = self.d.log.count("Aborted request")
+        with self.watch(d=0, published=1, ended=1) as moved, Stream(self.proxy.port, body) as stream:
+            pieces = stream.pieces()
+            for _ in range(3):
+                next(pieces)
+            stream.disconnect()
+            self.d.wait_logged("Aborted request", aborted + 1)
+        assert moved.to_decode["released"] == 1
+        assert moved.holds("to_prefill") == {}
+        self.assert_idle(to_prefill=held_before)
 
     def _ended(self) -> tuple[int, int]:
         p, d = (int(sum(engine.ended().values())) if engine.is_running else 0 for engine in (self.p, self.d))
