@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier.tiers.base import Outcome
 from kvtier.tiers.remote.object_store import StoreUnavailableError
@@ -64,13 +64,15 @@ class StoreClient:
                 rest = rest[len(some) :]
         return sizes
 
-    def put(self, values: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], ttl_seconds: float) -> list[Outcome]:
+    def put(
+        self, names: Sequence[bytes], value_of: Callable[[int], Sequence[bytes | memoryview]], ttl_seconds: float
+    ) -> list[Outcome]:
         self._reach()
         outcomes = []
         with self._store.lock:
-            for name, pieces in values:
+            for number, name in enumerate(names):
                 if name not in self._store.values:
-                    value = b"".join(pieces)
+                    value = b"".join(value_of(number))
                     if sum(map(len, self._store.values.values())) + len(value) > self._store.capacity_bytes:
                         outcomes.append(Outcome.NO_SPACE)
                         continue

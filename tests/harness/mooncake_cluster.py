@@ -128,7 +128,7 @@ class MooncakeCluster:
     def write(self, name: bytes, value: bytes) -> None:
         """Writes a value, and removes an existing one first: Mooncake would keep it."""
         self._client._ask("remove", [name])
-        assert [outcome.value for outcome in self._client.put([(name, [value])], 0.0)] == ["done"]
+        assert [outcome.value for outcome in self._client.put([name], lambda _: [value], 0.0)] == ["done"]
 
     def exists(self, name: bytes) -> bool:
         return self._client.exists([name]) == [True]

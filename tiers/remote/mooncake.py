@@ -10,7 +10,7 @@ import mmap
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -135,9 +135,11 @@ class MooncakeStore:
             raise _no_answer(min(failed.values()))
         return sizes
 
-    def put(self, values: Sequence[tuple[bytes, Sequence[Piece]]], ttl_seconds: float) -> list[Outcome]:
-        places = self._place([pieces for _, pieces in values], fill=True)
-        codes = self._call("put", [name for name, _ in values], places)
+    def put(
+        self, names: Sequence[bytes], value_of: Callable[[int], Sequence[Piece]], ttl_seconds: float
+    ) -> list[Outcome]:
+        places = self._place([value_of(number) for number in range(len(names))], fill=True)
+        codes = self._call("put", names, places)
         if codes and all(code in (RPC_FAIL, RPC_TIMEOUT) for code in codes):
             raise _no_answer(codes[0])
         return [_outcome(code) for code in codes]

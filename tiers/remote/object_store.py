@@ -6,7 +6,7 @@ own, so that a large transfer of one thread does not delay the calls of others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,16 +37,22 @@ class ObjectStore(Protocol):
 
     def get(
         self, names: Sequence[bytes], values: Sequence[Sequence[memoryview]], ttl_seconds: float
-    ) -> list[int | None]:
+    ) -> Iterable[int | None]:
         """Fills the pieces of values in order, and starts their time to live again.
 
-        Returns the sizes of the stored values, None for a missing one. If a value is larger than
-        its pieces, their content is undefined.
+        Yields the sizes of the stored values, None for a missing one. If a value is larger than its
+        pieces, their content is undefined. A value can be used as soon as its size is yielded,
+        while the store sends the next ones. The caller takes all sizes before the next call.
         """
         ...
 
-    def put(self, values: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], ttl_seconds: float) -> list[Outcome]:
+    def put(
+        self, names: Sequence[bytes], value_of: Callable[[int], Sequence[bytes | memoryview]], ttl_seconds: float
+    ) -> list[Outcome]:
         """Writes values under names that have none; keeps values that exist.
+
+        `value_of(number)` returns the value for `names[number]`. It is called while the store
+        receives earlier values, and again if the call is repeated on a new connection.
 
         The outcome is DONE if the store has a value now. It is NO_SPACE if the store has no memory
         for the value, and its settings forbid it to evict.

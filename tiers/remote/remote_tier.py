@@ -150,35 +150,58 @@ class RemoteTier(NetworkTier):
         outcomes = [Outcome.DONE] * len(blocks)
         missing = [place for place, found in enumerate(there) if not found]
         if missing:
-            values = [(names[place], self._codec.encode(blocks[place])) for place in missing]
-            stored = self._call(node, lambda client: client.put(values, ttl))
+
+            def value_of(number: int) -> list[bytes | memoryview]:
+                return self._codec.encode(blocks[missing[number]])
+
+            new_names = [names[place] for place in missing]
+            stored = self._call(node, lambda client: client.put(new_names, value_of, ttl))
             for place, outcome in zip(missing, stored, strict=True):
                 outcomes[place] = outcome
         return outcomes
 
     def _load_window(self, node: str, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         names, values = self._names_of(blocks), [self._codec.pieces_of(block) for block in blocks]
-        sizes = self._call(node, lambda client: client.get(names, values, self._limits.ttl_seconds))
-        return [
-            Outcome.MISSING if size is None else self._decode(node, block, name, pieces, size)
-            for block, name, pieces, size in zip(blocks, names, values, sizes, strict=True)
-        ]
+        sizes: list[int] = []
+        outcomes: list[Outcome] = []
 
-    def _decode(self, node: str, block: BlockBytes, name: bytes, pieces: Sequence[memoryview], nbytes: int) -> Outcome:
-        """Decodes a received value. Deletes a damaged one unless another server has replaced it."""
+        def load(client: ObjectStore) -> None:
+            """Decodes each value while the store sends the next ones."""
+            found = client.get(names, values, self._limits.ttl_seconds)
+            for block, pieces, size in zip(blocks, values, found, strict=True):
+                sizes.append(size or 0)
+                outcomes.append(Outcome.MISSING if size is None else self._decode(block, pieces, size))
+
+        self._call(node, load)
+        for place, outcome in enumerate(outcomes):
+            if outcome is Outcome.CORRUPT:
+                outcomes[place] = self._delete(node, blocks[place], names[place], values[place], sizes[place])
+        return outcomes
+
+    def _decode(self, block: BlockBytes, pieces: Sequence[memoryview], nbytes: int) -> Outcome:
+        """Decodes a value. One that is larger than its pieces is corrupt."""
+        if nbytes > self._codec.value_bytes(block):
+            return Outcome.CORRUPT
+        try:
+            return self._codec.decode(pieces, nbytes, block)
+        except TierError:
+            return Outcome.FAILED
+
+    def _delete(self, node: str, block: BlockBytes, name: bytes, pieces: Sequence[memoryview], nbytes: int) -> Outcome:
+        """Deletes a corrupt value unless another server has replaced it. Returns the load's outcome."""
         try:
             if nbytes > self._codec.value_bytes(block):  # its bytes are not known
                 pieces = [memoryview(bytearray(nbytes))]
-                if self._call(node, lambda client: client.get([name], [pieces], self._limits.ttl_seconds)) != [nbytes]:
-                    return Outcome.CORRUPT
-            outcome = self._codec.decode(pieces, nbytes, block)
-            if outcome is Outcome.CORRUPT:
-                _log.warning("tier %s: block %s is corrupt and is deleted", self.name, block.key.hex())
-                value = b"".join(pieces)[:nbytes]
-                self._call(node, lambda client: client.delete_if_equal(name, [value]))
+                sizes = self._call(node, lambda client: list(client.get([name], [pieces], self._limits.ttl_seconds)))
+                outcome = self._codec.decode(pieces, nbytes, block) if sizes == [nbytes] else Outcome.CORRUPT
+                if sizes != [nbytes] or outcome is not Outcome.CORRUPT:
+                    return outcome
+            _log.warning("tier %s: block %s is corrupt and is deleted", self.name, block.key.hex())
+            value = b"".join(pieces)[:nbytes]
+            self._call(node, lambda client: client.delete_if_equal(name, [value]))
         except TierError:
             return Outcome.FAILED
-        return outcome
+        return Outcome.CORRUPT
 
     def _call(self, node: str, call: Callable[[ObjectStore], T]) -> T:
         """Calls a node if its breaker permits it. Raises StoreUnavailableError and others."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from ..base import Outcome
@@ -19,6 +20,9 @@ REQUESTED_BYTES = 1 << 20
 
 With more, the server collects its answers in memory that its processor does not cache.
 """
+
+SENT_BYTES = 256 << 10
+"""Values are sent when they have this many bytes together, while the next ones are encoded."""
 
 DELETE_IF_EQUAL = b"if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('UNLINK', KEYS[1]) end return 0"
 """Script: Valkey has `DELIFEQ` since version 9, Redis has no such command in version 8.2."""
@@ -54,20 +58,44 @@ class ValkeyStore:
 
     def get(
         self, names: Sequence[bytes], values: Sequence[Sequence[memoryview]], ttl_seconds: float
-    ) -> list[int | None]:
+    ) -> Iterator[int | None]:
         ttl = _seconds(ttl_seconds)
         requests = [command(b"GET", name) + command(b"EXPIRE", name, ttl) for name in names]
-        answers = self._exchange(lambda connection: _get(connection, requests, values))
-        return [None if isinstance(answer, ErrorAnswer) else answer for answer in self._checked(answers)]
 
-    def put(self, values: Sequence[tuple[bytes, Sequence[Piece]]], ttl_seconds: float) -> list[Outcome]:
-        pieces: list[Piece] = []
-        end = b"\r\n$2\r\nNX\r\n$2\r\nEX\r\n$%d\r\n%b\r\n" % (len(_seconds(ttl_seconds)), _seconds(ttl_seconds))
-        for name, value in values:
-            size = sum(map(len, value))
-            pieces += [b"*6\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, size), *value, end]
-        answers = self._exchange(lambda connection: _send_and_read(connection, pieces, len(values)))
-        return [_outcome(answer) for answer in self._checked(answers)]
+        def begin(connection: RespConnection) -> Iterator[int | ErrorAnswer | None]:
+            answers = _get(connection, requests, values)
+            return itertools.chain(list(itertools.islice(answers, 1)), answers)
+
+        received = []
+        try:
+            for answer in self._exchange(begin):
+                received.append(answer)
+                yield None if isinstance(answer, ErrorAnswer) else answer
+        except BaseException:
+            self._disconnect()
+            raise
+        self._checked(received)
+
+    def put(
+        self, names: Sequence[bytes], value_of: Callable[[int], Sequence[Piece]], ttl_seconds: float
+    ) -> list[Outcome]:
+        ttl = _seconds(ttl_seconds)
+        end = b"\r\n$2\r\nNX\r\n$2\r\nEX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
+
+        def exchange(connection: RespConnection) -> list[Answer]:
+            pieces: list[Piece] = []
+            nbytes = 0
+            for number, name in enumerate(names):
+                value = value_of(number)
+                size = sum(map(len, value))
+                pieces += [b"*6\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, size), *value, end]
+                nbytes += size
+                if nbytes >= SENT_BYTES:
+                    connection.send(pieces)
+                    pieces, nbytes = [], 0
+            return _send_and_read(connection, pieces, len(names))
+
+        return [_outcome(answer) for answer in self._checked(self._exchange(exchange))]
 
     def delete_if_equal(self, name: bytes, value: Sequence[Piece]) -> None:
         start = b"*5\r\n$4\r\nEVAL\r\n$%d\r\n%b\r\n$1\r\n1\r\n" % (len(DELETE_IF_EQUAL), DELETE_IF_EQUAL)
@@ -154,10 +182,9 @@ def _send_and_read(connection: RespConnection, pieces: Sequence[Piece], count: i
 
 def _get(
     connection: RespConnection, requests: Sequence[bytes], values: Sequence[Sequence[memoryview]]
-) -> list[int | ErrorAnswer | None]:
+) -> Iterator[int | ErrorAnswer | None]:
     """Sends each request early enough that the server always has one to answer."""
     sizes = [sum(map(len, pieces)) for pieces in values]
-    answers: list[int | ErrorAnswer | None] = []
     requested, requested_bytes = 0, 0
     for number, pieces in enumerate(values):
         first = requested
@@ -170,10 +197,10 @@ def _get(
                 requested += 1
         if requested > first:
             connection.send([b"".join(requests[first:requested])])
-        answers.append(connection.read_value(pieces))
+        answer = connection.read_value(pieces)
         connection.read()  # a user who may only read cannot renew
         requested_bytes -= sizes[number]
-    return answers
+        yield answer
 
 
 def _outcome(answer: Answer) -> Outcome:
