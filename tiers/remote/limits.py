@@ -1,13 +1,14 @@
-"""Limits of the calls to a remote store: circuit breaker of a node, budget of bytes in flight."""
+"""Limits of the calls to a remote store: circuit breaker, bytes in flight, names to avoid."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["ByteBudget", "CircuitBreaker"]
+__all__ = ["AvoidedNames", "ByteBudget", "CircuitBreaker"]
 
 FAILURES = 2
 """The breaker opens after this many failures in a row."""
@@ -15,6 +16,34 @@ PROBE_SECONDS = 1.0
 """Time from the failure that opens the breaker to the first probe. Each probe doubles it."""
 MAX_PROBE_SECONDS = 16.0
 """Longest time between two probes of a node whose breaker is open."""
+
+
+AVOIDED_SECONDS = 7200.0
+MAX_AVOIDED = 1 << 14
+
+
+class AvoidedNames:
+    """Names whose values this server cannot decode. Thread-safe.
+
+    A name is avoided for 2 hours. If there are too many, the oldest ones are forgotten.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._until: dict[bytes, float] = {}
+
+    def add(self, names: Iterable[bytes]) -> None:
+        now = self._clock()
+        with self._lock:
+            for name in names:
+                self._until.pop(name, None)  # the order is that of the times
+                self._until[name] = now + AVOIDED_SECONDS
+            for name in list(itertools.islice(self._until, max(0, len(self._until) - MAX_AVOIDED))):
+                del self._until[name]
+
+    def __contains__(self, name: bytes) -> bool:
+        return self._until.get(name, 0.0) > self._clock()
 
 
 class CircuitBreaker:

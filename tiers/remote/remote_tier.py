@@ -6,6 +6,7 @@ value once, never replaces it, and deletes it only if its bytes are wrong.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import TypeVar
 from ..base import BlockBytes, NamespaceId, Outcome, TierError
 from ..storage.batching import batches
 from . import value_codec
+from .limits import AvoidedNames
 from .network_tier import NetworkTier, RemoteLimits
 from .object_store import ObjectStore, StoreRefusedError, StoreUnavailableError, Topology
 from .value_codec import ValueCodec, is_name, name_of
@@ -24,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 WINDOW_BYTES = 16 << 20
 """Limit of the bytes of one call: 16 MiB in 250 ms are 0.5 Gbit/s."""
+UNREADABLE_TTL_SECONDS = 3600.0
+"""Time to live of a value that this server cannot decode, unless a server that can uses it."""
 LOOKUP_NAMES = 1024
 """Limit of the names of one call."""
 
@@ -50,6 +54,7 @@ class RemoteTier(NetworkTier):
         super().__init__(name, capacity_bytes, limits=limits, codec=codec)
         self._topology = topology
         self._window_bytes = min(WINDOW_BYTES, limits.in_flight_bytes)
+        self._unreadable = AvoidedNames()
         self._mine = threading.local()
         self._clients: list[ObjectStore] = []
         self._connecting = threading.Lock()
@@ -57,6 +62,7 @@ class RemoteTier(NetworkTier):
     def lookup(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> list[bool]:
         """Asks the nodes. A node that does not answer has none of the blocks."""
         names = [name_of(*name, self._codec.FORMAT) if is_name(*name) else b"" for name in keys]
+        names = [b"" if name in self._unreadable else name for name in names]
         answers = [False] * len(names)
         with self._reporting("lookup") as errors:
             for node, places in self._by_node(names).items():
@@ -146,9 +152,12 @@ class RemoteTier(NetworkTier):
 
     def _store_window(self, node: str, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         ttl, names = self._limits.ttl_seconds, self._names_of(blocks)
-        there = self._call(node, lambda client: client.renew(names, ttl))
-        outcomes = [Outcome.DONE] * len(blocks)
-        missing = [place for place, found in enumerate(there) if not found]
+        places = [place for place, name in enumerate(names) if name not in self._unreadable]
+        outcomes = [Outcome.MISSING] * len(blocks)
+        there = self._call(node, lambda client: client.renew([names[place] for place in places], ttl)) if places else []
+        missing = [place for place, found in zip(places, there, strict=True) if not found]
+        for place in places:
+            outcomes[place] = Outcome.DONE
         if missing:
 
             def value_of(number: int) -> list[bytes | memoryview]:
@@ -176,7 +185,19 @@ class RemoteTier(NetworkTier):
         for place, outcome in enumerate(outcomes):
             if outcome is Outcome.CORRUPT:
                 outcomes[place] = self._delete(node, blocks[place], names[place], values[place], sizes[place])
+        received = zip(names, outcomes, sizes, strict=True)
+        self._avoid(node, [name for name, outcome, size in received if outcome is Outcome.MISSING and size])
         return outcomes
+
+    def _avoid(self, node: str, unreadable: Sequence[bytes]) -> None:
+        """Shortens the life of values that this server cannot decode, and avoids their names.
+
+        Otherwise a key that no server has any more would keep the names of used blocks for ever.
+        """
+        if unreadable:
+            self._unreadable.add(unreadable)
+            with contextlib.suppress(TierError):  # a user who may only read
+                self._call(node, lambda client: client.renew(unreadable, UNREADABLE_TTL_SECONDS))
 
     def _decode(self, block: BlockBytes, pieces: Sequence[memoryview], nbytes: int) -> Outcome:
         """Decodes a value. One that is larger than its pieces is corrupt."""
@@ -188,7 +209,7 @@ class RemoteTier(NetworkTier):
             return Outcome.FAILED
 
     def _delete(self, node: str, block: BlockBytes, name: bytes, pieces: Sequence[memoryview], nbytes: int) -> Outcome:
-        """Deletes a corrupt value unless another server has replaced it. Returns the load's outcome."""
+        """Deletes a corrupt value unless another server has replaced it. Returns the outcome."""
         try:
             if nbytes > self._codec.value_bytes(block):  # its bytes are not known
                 pieces = [memoryview(bytearray(nbytes))]

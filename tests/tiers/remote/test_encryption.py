@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome, TierOpenError
 from kvtier.tiers.remote import value_codec
 from kvtier.tiers.remote.encryption import EncryptedValues, KeyRing
+from kvtier.tiers.remote.limits import AVOIDED_SECONDS
 from kvtier.tiers.remote.network_tier import RemoteLimits
-from kvtier.tiers.remote.remote_tier import RemoteTier
+from kvtier.tiers.remote.remote_tier import UNREADABLE_TTL_SECONDS, RemoteTier
 
 OLD, NEW, OTHERS = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
 TENANT, OTHER_TENANT = SPACE[:4], b"\x01\x02\x03\x04"
@@ -153,6 +154,26 @@ def test_rotation() -> None:
         assert (fetch(tier, key(1), (3,)), fetch(tier, key(2), (3,))) == ((b"old",), (b"new",))
     ring = KeyRing({TENANT: (NEW,)})
     assert rotating.load([empty(key(1), (3,)), empty(key(2), (3,))]) == [MISSING, DONE]
+
+
+def test_blocks_of_a_removed_key_are_stored_again() -> None:
+    """Nothing asks for the old values or restarts their time to live, until they expire."""
+    store = MemoryStore()
+    ring = KeyRing({TENANT: (OLD,)})
+    tier = memory_tier(store, codec=EncryptedValues(lambda: ring))
+    tier.store([full(key(1), [b"old"])])
+    ring = KeyRing({TENANT: (NEW,)})
+    assert tier.load([empty(key(1), (3,))]) == [MISSING]
+    [name] = store.values
+    assert store.ttl_seconds[name] == UNREADABLE_TTL_SECONDS
+    assert tier.lookup([(SPACE, key(1)), (SPACE, key(2))]) == [False, False]
+    assert tier.store([full(key(1), [b"new"])]) == [MISSING]
+    assert store.ttl_seconds[name] == UNREADABLE_TTL_SECONDS
+    assert UNREADABLE_TTL_SECONDS < AVOIDED_SECONDS
+    later = memory_tier(store, codec=codec(NEW))  # as after that time
+    del store.values[name]
+    assert later.store([full(key(1), [b"new"])]) == [DONE]
+    assert fetch(later, key(1), (3,)) == (b"new",)
 
 
 def test_a_value_with_an_unknown_key_stays(caplog: pytest.LogCaptureFixture) -> None:

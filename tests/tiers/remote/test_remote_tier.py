@@ -10,7 +10,16 @@ from contracts.shared_tier_in_memory import SharedTierInMemory, memory_tier
 from contracts.tier import CORRUPT, DONE, SPACE, content, empty, full, key
 from harness.memory_store import MemoryStore, StoreClient
 
-from kvtier.tiers.remote.limits import FAILURES, MAX_PROBE_SECONDS, PROBE_SECONDS, ByteBudget, CircuitBreaker
+from kvtier.tiers.remote.limits import (
+    AVOIDED_SECONDS,
+    FAILURES,
+    MAX_AVOIDED,
+    MAX_PROBE_SECONDS,
+    PROBE_SECONDS,
+    AvoidedNames,
+    ByteBudget,
+    CircuitBreaker,
+)
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.remote_tier import RemoteTier
 from kvtier.tiers.remote.value_codec import name_of
@@ -21,6 +30,17 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 class TestMemoryTier(SharedTierInMemory):
     def make_tier(self, limits: RemoteLimits) -> RemoteTier:
         return memory_tier(self.memory, limits)
+
+
+def test_avoided_names_are_forgotten() -> None:
+    """After their time, and the oldest ones if there are too many."""
+    now = 0.0
+    avoided = AvoidedNames(lambda: now)
+    avoided.add([b"first", b"again"])
+    avoided.add([b"again", *(b"%d" % number for number in range(MAX_AVOIDED - 1))])
+    assert [name in avoided for name in (b"first", b"again", b"0")] == [False, True, True]
+    now = AVOIDED_SECONDS
+    assert b"again" not in avoided
 
 
 def test_a_stored_block_is_sent_once() -> None:
