@@ -111,7 +111,7 @@ mutate: $(VENV)/.stamp  ## Plant faults outside of the core and show which tests
 bench: $(VENV)/.stamp  ## Run the benchmarks and print a table; JSON=FILE also writes JSON
 	$(VENV)/bin/python -m bench $(if $(JSON),--json $(JSON)) $(ARGS)
 
-bench-engine: $(VLLM)/.stamp $(LMCACHE)/.stamp  ## Benchmark vLLM with kvtier, with its built-in offloading and with LMCache (10 to 12 minutes on 2 idle cores; QUICK=1: 6)
+bench-engine: $(VLLM)/.stamp $(LMCACHE)/.stamp  ## Benchmark vLLM with kvtier, with its built-in offloading and with LMCache (12 to 14 minutes on 2 idle cores; QUICK=1: 7)
 	$(VLLM)/bin/python -m bench.engine $(if $(QUICK),--quick) $(if $(JSON),--json $(JSON)) $(ARGS)
 
 bench-peers: $(VENV)/.stamp $(LMCACHE)/.stamp $(PEERS)/.stamp  ## Benchmark LMCache, Mooncake, Valkey and kvtier with the same workload (4 minutes; installs them and vLLM)

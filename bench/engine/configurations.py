@@ -125,12 +125,9 @@ def _text(settings: Mapping[str, Any]) -> str:
 LMCACHE = Path(__file__).resolve().parents[2] / "build" / "lmcache" / "bin" / "python"
 ALONE = "no connector"
 KVTIER = "kvtier, shm"
-DEAD_STORES = ("kvtier, store refuses", "kvtier, store hangs")
 CONFIGURATIONS = (
     Configuration(ALONE, within(None), must_run=True),
     _kvtier(KVTIER, transport="shm"),
-    _kvtier_with_dead_store(DEAD_STORES[0], hangs=False),
-    _kvtier_with_dead_store(DEAD_STORES[1], hangs=True),
     _kvtier("kvtier, shm, lazy", transport="shm", lazy_offload=True),
     _kvtier("kvtier, grpc", transport="grpc"),
     _offloading("OffloadingConnector"),
@@ -138,3 +135,8 @@ CONFIGURATIONS = (
     _lmcache("LMCache server"),
     _lmcache("LMCache server, small chunks", FULL.block_tokens),  # equal to kvtier's block size
 )
+DEAD_STORES = (
+    _kvtier_with_dead_store("kvtier, store refuses", hangs=False),
+    _kvtier_with_dead_store("kvtier, store hangs", hangs=True),
+)
+"""Configurations of the part `stores`."""

@@ -22,6 +22,7 @@ __all__ = [
     "compare",
     "hook_microseconds",
     "interval",
+    "verdict",
 ]
 
 TIE = 1e-3
@@ -115,6 +116,13 @@ class Verdict(Enum):
     OPEN = "not decided"
 
 
+def verdict(low: float, high: float, target: float) -> Verdict:
+    """Returns a verdict that is decided only if the whole interval is on one side of the target."""
+    if high <= target:
+        return Verdict.YES
+    return Verdict.NO if low > target else Verdict.OPEN
+
+
 @dataclass(frozen=True, slots=True)
 class Idle:
     """Steps with a connector, compared with steps without.
@@ -155,10 +163,7 @@ class Idle:
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict: decided only if the whole interval is on one side of the target."""
-        if self.ratio_to <= TARGET:
-            return Verdict.YES
-        return Verdict.NO if self.ratio_from > TARGET else Verdict.OPEN
+        return verdict(self.ratio_from, self.ratio_to, TARGET)
 
 
 def _fast(turns: Sequence[Mapping[str, Sequence[float]]], side: str) -> float:

@@ -7,16 +7,19 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .configurations import Configuration
 
-__all__ = ["EngineFailed", "find_reason", "run_engine"]
+__all__ = ["Ask", "EngineFailed", "asked_engine", "find_reason", "run_engine"]
+
+Ask: TypeAlias = Callable[[Sequence[int]], dict[str, Any]]
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE_SECONDS = 600
@@ -48,7 +51,51 @@ def run_engine(
 
 
 def _run(python: Path, job: dict[str, Any], folder: Path, extra: Mapping[str, str]) -> dict[str, Any]:
-    source, target, log_path = folder / "job.json", folder / "out.json", folder / "engine.log"
+    target, log_path = folder / "out.json", folder / "engine.log"
+    with _process(python, job, folder, extra) as process:
+        try:
+            process.wait(ENGINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise EngineFailed(f"no result in {ENGINE_SECONDS} s") from None
+    if process.returncode or not target.exists():
+        raise EngineFailed(find_reason(log_path.read_text(errors="replace")))
+    result: dict[str, Any] = json.loads(target.read_text())
+    return result
+
+
+@contextlib.contextmanager
+def asked_engine(configuration: Configuration, llm: Mapping[str, Any], folder: Path) -> Iterator[Ask]:
+    """Runs an engine that answers one prompt at a time (see asked.py). Raises EngineFailed.
+
+    Yields a function that sends a prompt and returns the answer.
+    """
+    folder.mkdir()
+    ours, theirs = socket.socketpair()
+    with configuration.serve(folder) as setting, ours, ours.makefile("rw") as lines:
+        # A worker in a process of its own would poll, also while other engines have their turn.
+        settings = {**llm, "kv_transfer_config": setting, "distributed_executor_backend": "uni"}
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+        job = {"operation": "answer", "llm": settings, "socket": theirs.fileno()}
+        with _process(Path(sys.executable), job, folder, environment, pass_fds=[theirs.fileno()]):
+            theirs.close()
+
+            def ask(prompt: Sequence[int]) -> dict[str, Any]:
+                lines.write(json.dumps(list(prompt)) + "\n")
+                lines.flush()
+                if not (line := lines.readline()):
+                    raise EngineFailed(find_reason((folder / "engine.log").read_text(errors="replace")))
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+
+            yield ask
+
+
+@contextlib.contextmanager
+def _process(
+    python: Path, job: Mapping[str, Any], folder: Path, extra: Mapping[str, str], pass_fds: Sequence[int] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs an engine's process, and ends it."""
+    source = folder / "job.json"
     source.write_text(json.dumps(job))
     environment = {
         **os.environ,
@@ -61,19 +108,15 @@ def _run(python: Path, job: dict[str, Any], folder: Path, extra: Mapping[str, st
         **extra,
     }
     environment.pop("PYTHONHASHSEED", None)
-    command = [str(python), "-m", "bench.engine.child", str(source), str(target)]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT, start_new_session=True)
+    command = [str(python), "-m", "bench.engine.child", str(source), str(folder / "out.json")]
+    with (folder / "engine.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, cwd=ROOT, start_new_session=True, pass_fds=pass_fds
+        )
         try:
-            process.wait(ENGINE_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise EngineFailed(f"no result in {ENGINE_SECONDS} s") from None
+            yield process
         finally:
             _end_group(process)
-    if process.returncode or not target.exists():
-        raise EngineFailed(find_reason(log_path.read_text(errors="replace")))
-    result: dict[str, Any] = json.loads(target.read_text())
-    return result
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
+from bench.measure import percentile
 from bench.report import Report
 
 from .configurations import ALONE, CONFIGURATIONS
-from .results import TARGET, IdleFound, Processes, Runs, hook_microseconds
+from .results import TARGET, IdleFound, Processes, Runs, hook_microseconds, verdict
+from .stores import LATER, NEW, STORE_TARGET, StoreFound
 
 __all__ = [
     "BUSY_LOAD",
     "rows_of_idle",
     "rows_of_processes",
+    "rows_of_stores",
     "rows_of_turns",
     "show_idle",
     "show_load",
     "show_processes",
+    "show_stores",
     "show_turns",
 ]
 
@@ -75,6 +79,46 @@ def rows_of_processes(report: Report, found: Processes) -> None:
             report.add(f"idle step, whole process {number}: {name}", value, "ms")
     for what, value in zip(("", " from", " to"), (found.ratio, *found.spread), strict=True):
         report.add(f"idle step, whole processes: kvtier, ratio{what}", value, "ratio")
+
+
+def rows_of_stores(report: Report, found: Sequence[StoreFound]) -> None:
+    """Adds the first tokens of each dead store, and their ratios to those without a store."""
+    for turn in (NEW, LATER):
+        of_turn = [each for each in found if each.turn == turn]
+        report.add(f"first token, {turn}, p50: without a store", percentile(of_turn[0].without, 0.5), "ms")
+        for each in of_turn:
+            report.add(f"first token, {turn}, p50: {each.name}", percentile(each.dead, 0.5), "ms")
+            for what, value in zip(("", " from", " to"), (each.ratio, *each.confidence), strict=True):
+                report.add(f"first token, {turn}: {each.name}, ratio{what}", value, "ratio")
+
+
+def show_stores(console: Console, found: Sequence[StoreFound]) -> None:
+    """Prints a line per dead store and kind of prompts."""
+    table = _table(
+        (
+            "first token ms, p50",
+            "prompts",
+            "each",
+            "no store",
+            "dead store",
+            "ratio",
+            "95 % of it",
+            f"<= {STORE_TARGET}",
+        )
+    )
+    for each in found:
+        low, high = each.confidence
+        table.add_row(
+            each.name,
+            each.turn,
+            f"{len(each.dead)}",
+            f"{percentile(each.without, 0.5):.0f}",
+            f"{percentile(each.dead, 0.5):.0f}",
+            f"{each.ratio:.3f}",
+            f"{low:.3f} - {high:.3f}",
+            verdict(low, high, STORE_TARGET).value,
+        )
+    console.print(table)
 
 
 def show_load(console: Console, load: float) -> None:

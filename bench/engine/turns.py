@@ -8,7 +8,7 @@ from typing import Any
 from .decode import steps_of_engine
 from .workload import Workload
 
-__all__ = ["run_turns"]
+__all__ = ["generate", "run_turns"]
 
 COUNTERS = {"external_hits": "vllm:external_prefix_cache_hits", "local_hits": "vllm:prefix_cache_hits"}
 LOGPROBS = 2
@@ -24,12 +24,12 @@ def run_turns(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     workload = Workload(**job["workload"])
     transcript: list[list[list[int]]] | None = job["transcript"]
     said: list[list[list[int]]] = [[] for _ in range(workload.conversations)]
-    _generate(llm, [workload.said(-1, 1)], workload.answer)  # warm-up
+    generate(llm, [workload.said(-1, 1)], workload.answer)  # warm-up
     before, started, rows = _counters(llm), time.perf_counter(), []
     for turn, conversations in workload.waves():
         history = transcript or said
         prompts = [workload.prompt(number, turn, history[number]) for number in conversations]
-        outputs = _generate(llm, prompts, workload.answer)
+        outputs = generate(llm, prompts, workload.answer)
         for number, prompt, output in zip(conversations, prompts, outputs, strict=True):
             row = _row(output, number, turn, len(prompt))
             said[number].append(row["tokens"])
@@ -40,7 +40,7 @@ def run_turns(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": seconds, "rows": rows, "steps": steps, **counted}
 
 
-def _generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[Any]:
+def generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[Any]:
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, logprobs=LOGPROBS, detokenize=False, ignore_eos=True)
