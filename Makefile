@@ -46,7 +46,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm demo-fleet demo-router test test-long test-engines test-handoff test-gpu test-remote test-router simulate simulate-fleet simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers bench-proxy bench-remote performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace demo-sglang test-sglang test-engines-next
+.PHONY: help demo demo-vllm demo-fleet demo-router test test-long test-engines test-handoff test-gpu test-remote test-router simulate simulate-fleet simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers bench-proxy bench-proxy-vllm bench-remote performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace demo-sglang test-sglang test-engines-next
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -126,6 +126,9 @@ bench-remote: $(REMOTE)/.stamp $(LMCACHE)/.stamp  ## Benchmark the shared tiers 
 
 bench-proxy: $(VENV)/.stamp  ## Benchmark examples/disagg_proxy in one process with stand-in engines (30 seconds); JSON=FILE
 	$(VENV)/bin/python -m bench.proxy $(if $(JSON),--json $(JSON)) $(ARGS)
+
+bench-proxy-vllm: $(VLLM)/.stamp  ## Benchmark examples/disagg_proxy with vLLM and its load generator (4 minutes); JSON=FILE
+	PYTHONPATH=tests:tests/engines:tests/engines/handoff $(VLLM)/bin/python -m bench.proxy_vllm $(if $(JSON),--json $(JSON))
 
 # The file name has the date and the commit; the first row of the file describes the machine.
 bench-gpu: $(VENV)/.stamp  ## Benchmark the CUDA IPC transport against one large pinned copy (needs an NVIDIA GPU; installs cuda-bindings); JSON=FILE
