@@ -142,7 +142,10 @@ class HoldCalls:
             self._notify_server(endpoint, operator.methodcaller("release_holds", *holds))
 
     def publish(self, publication: PlannedPublication) -> None:
-        self._notify_server(OWN, lambda client: self._publish(client, publication))
+        def dropped() -> None:
+            publication.refused = True
+
+        self._notify_server(OWN, lambda client: self._publish(client, publication), dropped)
 
     def debug(self, text: str) -> None:
         logger.debug("kvtier: %s", text)
@@ -174,25 +177,31 @@ class HoldCalls:
             return False
         return endpoint != OWN or self._peers.client(OWN).connected
 
-    def _notify_server(self, endpoint: str, call: Callable[[Client], object]) -> None:
+    def _notify_server(
+        self, endpoint: str, call: Callable[[Client], object], dropped: Callable[[], None] = lambda: None
+    ) -> None:
         peers = self._peers  # a hold of old weights must not get into the namespace of new weights
-        self._notify(endpoint, lambda: call(peers.client(endpoint)))
+        self._notify(endpoint, lambda: call(peers.client(endpoint)), dropped)
 
-    def _notify(self, endpoint: str, call: Callable[[], object]) -> None:
+    def _notify(self, endpoint: str, call: Callable[[], object], dropped: Callable[[], None] = lambda: None) -> None:
+        """Makes a call in the background, or else calls `dropped` there."""
         thread = self._notify_threads.get(endpoint)
         if thread is None:
             thread = self._notify_threads[endpoint] = BackgroundThreads("handoff", self._log)
         queued_at = time.monotonic()
-        thread.submit(lambda: self._run_notification(call, queued_at))
+        thread.submit(lambda: self._run_notification(call, queued_at, dropped))
 
     # ---- on background threads
 
-    def _run_notification(self, call: Callable[[], object], queued_at: float) -> None:
+    def _run_notification(
+        self, call: Callable[[], object], queued_at: float, dropped: Callable[[], None] = lambda: None
+    ) -> None:
         try:
             # If a server hangs, calls queue up. A call that waited too long is dropped.
             if time.monotonic() < queued_at + _NOTIFY_WITHIN_S:
                 call()
             else:
+                dropped()
                 self._log.warn("handoff-late", "a hand-off call was dropped because the server is too slow")
         except KVTierError as error:
             self._log.warn("handoff-call", f"a hand-off call failed: {error}")

@@ -271,24 +271,27 @@ def test_a_publication_that_was_late_is_made_once_more() -> None:
         wait_until(lambda: client.published == ["r"])
 
 
-@pytest.mark.parametrize("status", [PublishStatus.NO_ROOM, PublishStatus.PUBLISHED, None])
-def test_an_early_publication_that_failed_is_repeated_at_the_end(status: PublishStatus | None) -> None:
-    """The server had no room, or did not answer (None). A published hold is not published twice."""
+@pytest.mark.parametrize("failure", [None, "no room", "no answer", "not called"])
+def test_an_early_publication_that_failed_is_repeated_at_the_end(monkeypatch: Any, failure: str | None) -> None:
+    """Also if the call waited too long behind others. A published hold is not published twice."""
     client = HoldsClient()
-    client.publish_status, client.late_publications = status or PublishStatus.PUBLISHED, 0 if status else 2
-    with scheduler_side(client) as (scheduler, _):
+    client.publish_status = PublishStatus.NO_ROOM if failure == "no room" else PublishStatus.PUBLISHED
+    client.late_publications = 2 if failure == "no answer" else 0
+    with scheduler_side(client) as (scheduler, _), monkeypatch.context() as early:
+        if failure == "not called":
+            early.setattr(hold_calls, "_NOTIFY_WITHIN_S", -1.0)
         params = {"do_remote_decode": True, "remote_overlap": True}
         request = make_request(6, kv_transfer_params=params, num_computed_tokens=24, num_prompt_tokens=24)
         scheduler.new_request(request)
         publication = scheduler._handoffs._core._requests["r"].publication
-        failed = status is not PublishStatus.PUBLISHED
-        wait_until(lambda: publication.refused if failed else client.published == ["r"])
+        wait_until(lambda: publication.refused if failure else client.published == ["r"])
+        early.undo()
         client.published.clear()
         client.publish_status = PublishStatus.PUBLISHED
         scheduler.blocks_allocated(request, TABLE, 0)
         assert scheduler.request_finished(request, TABLE) is not None
         wait_until(lambda: client.renewed or client.published)
-        assert client.published == (["r"] if failed else [])
+        assert client.published == (["r"] if failure else [])
 
 
 def test_a_defect_in_handing_over_does_not_keep_a_request_from_ending(monkeypatch: Any) -> None:
