@@ -1,7 +1,8 @@
 """Table with the holds of each conversation's turns (B2.20, B2.21).
 
 An agent may continue one turn in several branches, which all use its hold. So a request uses the
-turn whose prompt is the longest beginning of its own prompt, and the turn stays in the table.
+turn whose prompt is the longest beginning of its own prompt, and the turn stays in the table. Any
+other request uses no hold: it could pull nothing, and would end the hold of another branch.
 """
 
 from __future__ import annotations
@@ -81,14 +82,12 @@ class HeldTurn:
 
 
 def _find(turns: Collection[HeldTurn], prompt: bytes, now: float) -> FoundHold:
-    """Returns the hold of the turn that the prompt continues, or else of the latest turn.
-
-    `turns`: the latest last. If a client has changed its history, P uses what both have in common.
-    """
+    """Returns the hold of the turn that the prompt continues. `turns`: the latest last."""
     usable = [turn for turn in turns if now < turn.until]
-    if not usable:
-        return FoundHold(Reuse.EXPIRED if turns else Reuse.MISS)
-    return FoundHold(Reuse.HIT, json.loads((_continued(usable, prompt) or usable[-1]).hold))
+    if turns and not usable:
+        return FoundHold(Reuse.EXPIRED)
+    turn = _continued(usable, prompt)
+    return FoundHold(Reuse.MISS) if turn is None else FoundHold(Reuse.HIT, json.loads(turn.hold))
 
 
 def _continued(turns: Iterable[HeldTurn], prompt: bytes) -> HeldTurn | None:

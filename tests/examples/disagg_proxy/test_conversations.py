@@ -24,12 +24,13 @@ def test_branches_of_a_turn_use_its_hold() -> None:
     assert entries.find(C1, b"a", 2.0) == FoundHold(Reuse.HIT, HOLD), "the request is repeated"
 
 
-def test_a_changed_history_uses_the_latest_turn() -> None:
-    """P and the server find the common beginning."""
+def test_a_prompt_that_continues_no_turn_uses_no_hold() -> None:
+    """B2.21 Its pull would end the hold of another branch."""
     entries = Conversations()
     entries.put(C1, b"a", HOLD, 0.0)
     entries.put(C1, b"ab", LATER, 0.0)
-    assert entries.find(C1, b"xyz", 1.0) == FoundHold(Reuse.HIT, LATER)
+    assert entries.find(C1, b"xyz", 1.0) == FoundHold(Reuse.MISS)
+    assert entries.find(C1, b"abc", 1.0) == FoundHold(Reuse.HIT, LATER)
 
 
 def test_a_conversation_has_its_latest_turns() -> None:
@@ -40,7 +41,7 @@ def test_a_conversation_has_its_latest_turns() -> None:
     entries.put(C1, b"0", {"turn": "again"}, 0.0)
     entries.put(C1, b"new", {"turn": "new"}, 0.0)
     found = [entries.find(C1, b"%d and more" % number, 0.0).hold for number in range(3)]
-    assert found == [{"turn": "again"}, {"turn": "new"}, {"turn": 2}]
+    assert found == [{"turn": "again"}, None, {"turn": 2}]
 
 
 def test_an_entry_lives_450_seconds() -> None:

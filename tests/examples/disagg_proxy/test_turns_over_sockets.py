@@ -190,6 +190,16 @@ async def test_branches_of_a_turn_use_the_same_hold(site: Site) -> None:
     assert len({asked.params["remote_request_id"] for asked in p.seen[1:]}) == 1
 
 
+async def test_a_fresh_prompt_leaves_the_hold_to_its_branch(site: Site) -> None:
+    """B2.21 A sub-task of the same conversation is a miss, and the next turn uses the hold."""
+    async with site.proxy() as proxy:
+        for prompt in ("Tell me", "A sub-task", "Tell me more"):
+            await proxy.turn(prompt=prompt)
+        assert await proxy.metric("turns_total", reuse="miss") == 2
+        assert await proxy.metric("turns_total", reuse="hit") == 1
+    assert [_is_miss(asked.handoff) for asked in site.prefill[0].seen] == [True, True, False]
+
+
 async def test_an_entry_ends(site: Site) -> None:
     """B2.21 After 450 s the turn is a miss, with the right answer."""
     clock = Clock()
