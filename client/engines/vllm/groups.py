@@ -132,9 +132,13 @@ def _page_bytes(spec: Any) -> int:
 
 
 def _format(spec: Any) -> str:
-    """Returns the types and shapes of a layer's states; "" for an attention layer."""
+    """Returns the types and shapes of a layer's states, or the head slots of an attention layer.
+
+    An attention layer with one slot per KV head has the format "".
+    """
     if not isinstance(spec, MambaSpec):
-        return ""
+        slots = getattr(spec, "num_head_slots", None)
+        return "" if slots is None else f"{slots} head slots of {spec.state_content_size_bytes} bytes"
     states = [f"{dtype}{list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
     return f"{spec.mamba_type} {spec.mamba_cache_mode} {' '.join(states)}"
 

@@ -113,6 +113,11 @@ def pieces_of(kv_parts: int, vllm_config: Any, kv_cache_config: Any) -> int:
         )
     pieces = kv_parts // ranks
     for spec in specs if pieces > 1 else ():
+        if getattr(spec, "num_head_slots", None) is not None:
+            raise Unsupported(
+                f"kv_parts={kv_parts}: the attention backend stores K and V in separate head slots, so the KV heads of a"
+                " rank cannot be divided. Use the tensor parallel size as kv_parts, or another attention backend"
+            )
         if isinstance(spec, (MambaSpec, MLAAttentionSpec)) or spec.num_heads % pieces:
             raise Unsupported(
                 f"kv_parts={kv_parts}: the {spec.num_heads} KV heads of a rank ({type(spec).__name__}) cannot be divided"

@@ -39,6 +39,10 @@ HEADS = {
     heads: FullAttentionSpec(block_size=TOKENS, num_kv_heads=heads, head_size=8, dtype=torch.float32)
     for heads in (1, 2, 3, 4)
 }
+# The bytes of two heads, but one slot has K of both heads, and the other slot has V of both.
+SLOTS = FullAttentionSpec(
+    block_size=TOKENS, num_kv_heads=2, head_size=8, dtype=torch.float32, num_head_slots=2, state_content_bytes=64
+)
 LATENT = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=16, dtype=torch.float32, max_tp_shards=1)
 WINDOW = SlidingWindowSpec(block_size=TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=8)
 
@@ -374,6 +378,7 @@ def test_a_part_of_a_block_that_is_not_stored_is_reported(engine: Any, monkeypat
         ([HEADS[3]], {"kv_parts": 2}, "the 3 KV heads of a rank (FullAttentionSpec) cannot be divided into 2 parts"),
         ([HEADS[1]], {"kv_parts": 3, "tensor": 2}, "kv_parts=3 is not a multiple of the 2 tensor parallel ranks"),
         ([FULL, LATENT], {"kv_parts": 2}, "the 1 KV heads of a rank (FullAttentionSpec) cannot be divided"),
+        ([SLOTS], {"kv_parts": 2}, "the attention backend stores K and V in separate head slots"),
     ],
 )
 def test_heads_that_cannot_be_divided_disable_the_connector(
@@ -384,6 +389,18 @@ def test_heads_that_cannot_be_divided_disable_the_connector(
     assert made.scheduler._scheduler is None
     assert f"the connector is disabled, every request is a miss: kv_parts={ranks['kv_parts']}" in caplog.text
     assert reason in caplog.text
+
+
+def test_head_slots_need_one_part_per_rank(engine: Any) -> None:
+    """Pages with head slots of K or V are transferred as a whole, and other pages differ."""
+    layers = [[["a"]]]
+    slots = engine([SLOTS], layers, tensor=2, kv_parts=2)
+    assert _namespaces(slots).isdisjoint(_namespaces(engine([HEADS[2]], layers, tensor=2, kv_parts=2, name="plain")))
+    for rank in range(2):
+        assert slots.save(rank, [2, 3]) == {}
+    before = _copy(slots)
+    slots.load([5, 6])
+    _assert_loaded(slots, before, {2: 5, 3: 6})
 
 
 def test_latent_attention_ignores_kv_parts(engine: Any) -> None:

@@ -177,8 +177,22 @@ class AttentionSpec:
         return 2 * self.block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
 class FullAttentionSpec(AttentionSpec):
-    pass
+    num_head_slots: int | None = None
+    state_content_bytes: int = 0
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads if self.num_head_slots is None else self.num_head_slots
+
+    @property
+    def state_content_size_bytes(self) -> int:
+        return self.state_content_bytes or 2 * self.head_size * self.dtype.itemsize
+
+    @property
+    def unpadded_page_size_bytes(self) -> int:
+        return self.num_heads * self.block_size * self.state_content_size_bytes
 
 
 @dataclass(frozen=True)
