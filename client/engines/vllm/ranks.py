@@ -26,9 +26,10 @@ class Ranks:
     """The workers of one engine, without other data parallel engines.
 
     `tensor`: ranks per pipeline stage. `stages`: number of pipeline stages. `copies`: number of
-    consecutive ranks of a stage that hold the same bytes (latent attention, or more ranks than KV
-    heads). These ranks share the same parts of each block, and only the first of them stores these.
-    `pieces`: number of parts of a block that one worker holds.
+    consecutive ranks of a stage that hold the same bytes (latent attention). These ranks share the
+    same parts of each block, and only the first of them stores these. vLLM does not report copies
+    of KV heads, so ranks with the same head have a part each. `pieces`: number of parts of a block
+    that one worker holds.
     """
 
     tensor: int = 1
