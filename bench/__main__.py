@@ -19,6 +19,7 @@ from .durable import measure_durable
 from .embedded import measure_embedded
 from .fairness import measure_fairness
 from .growth import measure_growth
+from .handoffs import measure_handoffs
 from .lookups import measure_lookups
 from .machine import facts
 from .movement import measure_movement
@@ -32,6 +33,7 @@ PARTS: dict[str, Callable[[Report, Path], None]] = {
     "copies": measure_copies,
     "lookups": measure_lookups,
     "growth": measure_growth,
+    "handoffs": measure_handoffs,
     "durable": measure_durable,
     "embedded": measure_embedded,
     "disk": measure_disk,
