@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from ...tiers.base import BlockBytes, Outcome, SecondaryTier, TierError
@@ -23,10 +26,25 @@ _log = get_logger(__name__)
 _CALLS_SECONDS = 3.0
 """Maximum time that `close` waits for running calls. The drain has already waited for jobs."""
 _CLOSE_SECONDS = 15.0
+_QUERY_SECONDS = 1.0
+"""Maximum time that a query waits for the lookup thread. Then engines recompute the blocks."""
+_MERGED_NAMES = 4096
+"""Waiting queries are merged into one call of the tier until the call has this number of names."""
+_MAX_QUERIES = 4096
+"""Maximum number of waiting queries, of at most 512 names each."""
 
+Answered = Callable[[Sequence[bool]], None]
 Finished = Callable[[Sequence[Outcome]], None]
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Query:
+    keys: Sequence[Name]
+    answered: Answered
+    until: float
+    taken: bool = False
 
 
 class TierWorker:
@@ -46,6 +64,8 @@ class TierWorker:
         self.free_disk_bytes: int | None = None
         """Free bytes of the tier's disk at the last measurement; None if unknown."""
         self._measuring = False
+        self._queries: deque[_Query] = deque()
+        """Queries that wait for the lookup thread, oldest first."""
 
     def store(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
         """Stores blocks; calls `finished` once with the outcomes, on the worker thread."""
@@ -54,23 +74,21 @@ class TierWorker:
     def load(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
         self._begin(WorkQueue.LOAD, self.tier.load, blocks, finished)
 
-    def look_up(self, keys: Sequence[Name], answered: Callable[[Sequence[bool]], None]) -> None:
-        """Looks blocks up; calls `answered` once with the answers, or with [] after an error."""
+    def look_up(self, keys: Sequence[Name], answered: Answered) -> None:
+        """Looks blocks up; calls `answered` once with the answers, or with [] if there are none.
 
-        def run() -> None:
-            there: Sequence[bool] = []
-            try:
-                there = self.tier.lookup(keys)
-            except BaseException as error:  # noqa: BLE001 - the core waits for the answer
-                self._note_failure("lookup", error)
-            finally:
-                answered(there)
-
+        There are none after an error, after `_QUERY_SECONDS`, and if too many queries wait.
+        """
+        if len(self._queries) >= _MAX_QUERIES:
+            answered([])
+            return
+        query = _Query(keys, answered, time.monotonic() + _QUERY_SECONDS)
+        self._queries.append(query)
         try:
-            self._threads.submit(WorkQueue.LOOKUP, "lookup", run, lambda: answered([]))
+            self._threads.submit(WorkQueue.LOOKUP, "lookup", partial(self._answer_queries, query))
         except RuntimeError as error:  # no thread available
             self._note_failure("lookup", error)
-            answered([])
+            self._drop_queries()
 
     def remove(self, keys: Sequence[Name]) -> None:
         """Removes blocks. Stores that are submitted later run after the removal."""
@@ -135,6 +153,7 @@ class TierWorker:
         if self.stalled:
             self._threads.abandon(WorkQueue.LOAD)
             self._threads.abandon(WorkQueue.LOOKUP)
+            self._drop_queries()
         return self.stalled
 
     def close(self) -> bool:
@@ -164,6 +183,47 @@ class TierWorker:
             self.tier.close()
         except BaseException as error:  # noqa: BLE001 - the other tiers are still closed
             _log.error("tier failed", tier=self.tier.name, operation="close", exc_info=error)
+
+    def _answer_queries(self, query: _Query) -> None:
+        """Answers a query and those that wait after it by one call of the tier.
+
+        If the tier is slow, the call before may already have answered the query.
+        """
+        if query.taken:
+            return
+        queries: list[_Query] = []
+        names: list[Name] = []
+        while len(names) < _MERGED_NAMES and (each := self._take_query()) is not None:
+            if time.monotonic() >= each.until:
+                each.answered([])
+            else:
+                queries.append(each)
+                names += each.keys
+        if not queries:
+            return
+        there: Sequence[bool] = []
+        try:
+            there = self.tier.lookup(names)
+        except BaseException as error:  # noqa: BLE001 - the core waits for the answers
+            self._note_failure("lookup", error)
+        finally:
+            start = 0
+            for each in queries:
+                each.answered(there[start : start + len(each.keys)])
+                start += len(each.keys)
+
+    def _take_query(self) -> _Query | None:
+        """Removes the oldest query. Thread-safe: each query is returned once."""
+        try:
+            query = self._queries.popleft()
+        except IndexError:
+            return None
+        query.taken = True
+        return query
+
+    def _drop_queries(self) -> None:
+        while (query := self._take_query()) is not None:
+            query.answered([])
 
     def _begin(
         self,
