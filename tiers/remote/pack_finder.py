@@ -18,6 +18,7 @@ from typing import Any
 
 from ..base import NamespaceId, TierError
 from .bucket import Bucket, ObjectMissingError
+from .object_store import StoreUnavailableError
 from .pack_directory import KnownPack, PackDirectory
 from .pack_format import PackName, decode_index, folder_of, hour_of, mark_of, start_of
 
@@ -53,6 +54,8 @@ class _Progress:
     """Time of each pack that lists can return again."""
     pending: list[PackName] = field(default_factory=list)
     """Packs whose index has not been read yet, ascending."""
+    refused: set[PackName] = field(default_factory=set)
+    """Packs that the store refused to read. Each wide list makes them pending again."""
     first_hour: str = ""
     """The lists of new packs contain this hour completely."""
     hours: list[str] | None = None
@@ -137,6 +140,8 @@ class PackFinder:
             seen = progress.seen.copy().items()
             oldest = now - 2 * WIDE_SECONDS - HOUR_SECONDS
             progress.seen = {path: written_at for path, written_at in seen if written_at > oldest}
+            progress.refused = {name for name in progress.refused if now - name.written_at < self._ttl_seconds}
+            progress.pending = sorted(progress.refused.union(progress.pending), key=lambda name: name.written_at)
             self._directory.drop_before(now - self._ttl_seconds)
 
     def _list_older(self, namespace: NamespaceId, progress: _Progress) -> bool:
@@ -169,22 +174,36 @@ class PackFinder:
         progress.pending.sort(key=lambda name: name.written_at)
 
     def _read_indexes(self, namespace: NamespaceId, progress: _Progress) -> None:
-        """Reads the indexes of the newest pending packs."""
-        names = progress.pending[-INDEXES_AT_ONCE:]
-        for pack in list(self._executor.map(lambda name: self._read_index(namespace, name), names)):
-            if pack is not None:
-                self._directory.add(pack)
-        del progress.pending[-len(names) :]
+        """Reads the indexes of the newest pending packs. Raises StoreUnavailableError.
 
-    def _read_index(self, namespace: NamespaceId, name: PackName) -> KnownPack | None:
-        """Returns a pack; None if it is damaged, or was deleted after the list."""
+        A pack that the store refuses to read does not affect the others.
+        """
+        names = progress.pending[-INDEXES_AT_ONCE:]
+        results = list(self._executor.map(lambda name: self._read_index(namespace, name), names))
+        unanswered: dict[PackName, StoreUnavailableError] = {}
+        for name, result in zip(names, results, strict=True):
+            if isinstance(result, KnownPack):
+                self._directory.add(result)
+            if isinstance(result, StoreUnavailableError):
+                unanswered[name] = result
+            elif not isinstance(result, TierError):
+                progress.refused.discard(name)
+            elif name not in progress.refused:
+                progress.refused.add(name)
+                _log.warning("pack %s cannot be read: %s", name.path, result)
+        progress.pending[-len(names) :] = list(unanswered)
+        if unanswered:
+            raise next(iter(unanswered.values()))
+
+    def _read_index(self, namespace: NamespaceId, name: PackName) -> KnownPack | TierError | None:
+        """Returns a pack or an error; None if it is damaged, or was deleted after the list."""
         try:
             index = self._guarded(lambda: self._bucket.read(name.path, 0, name.index_bytes))
             return KnownPack(namespace, name, decode_index(namespace, bytes(index)))
         except ObjectMissingError:
             return None
-        except TierError:
-            raise
+        except TierError as error:
+            return error
         except ValueError as error:
             _log.warning("pack %s is ignored: %s", name.path, error)
             return None

@@ -23,7 +23,7 @@ from ..storage.buffers import copy_from, writable_address_of
 from . import value_codec
 from .bucket import Bucket, ObjectMissingError, StoreFullError
 from .network_tier import NetworkTier, RemoteLimits
-from .object_store import StoreUnavailableError
+from .object_store import StoreRefusedError, StoreUnavailableError
 from .pack_directory import KnownPack, PackDirectory
 from .pack_finder import PackFinder
 from .pack_format import PackedValue, PackName, decode_index, encode_index, folder_of, format_folder
@@ -100,15 +100,16 @@ class PackTier(NetworkTier):
     def lookup(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> list[bool]:
         """Answers from the directory, after a list of new packs if it lacks a block.
 
-        If the store does not answer, it has none of the blocks.
+        If the store does not answer, it has none of the blocks. If it refuses the list, it has
+        those in the directory.
         """
         valid = [name for name in keys if is_name(*name)]
         found: set[tuple[NamespaceId, bytes]] = set()
-        with self._reporting("lookup"):
+        with self._reporting("lookup") as refusals:
             if self._breaker_of(self._node).is_open:
                 self._ping()
             for namespace, wanted in _by_namespace(valid).items():
-                self._finder.update(namespace, wanted)
+                self._update(namespace, wanted, refusals.texts)
                 found |= {(namespace, key) for key in wanted if self._find(namespace, key) is not None}
         return [name in found for name in keys]
 
@@ -137,9 +138,9 @@ class PackTier(NetworkTier):
         """Reads and verifies blocks."""
         valid = {n: block for n, block in enumerate(blocks) if self._can_move(block)}
         outcomes = [Outcome.FAILED if n in valid else Outcome.MISSING for n in range(len(blocks))]
-        with self._reporting("load"):
+        with self._reporting("load") as refusals:
             for namespace, keys in _by_namespace([(block.namespace, block.key) for block in valid.values()]).items():
-                self._finder.update(namespace, keys)
+                self._update(namespace, keys, refusals.texts)
             by_pack: defaultdict[KnownPack, list[_Wanted]] = defaultdict(list)
             for position, block in valid.items():
                 pack = self._find(block.namespace, block.key)
@@ -171,6 +172,13 @@ class PackTier(NetworkTier):
         # No name sorts after it, so the answer is empty.
         folder = format_folder(self._codec.FORMAT)
         self._call(lambda: self._bucket.names(folder, f"{folder}~", 1))
+
+    def _update(self, namespace: NamespaceId, keys: Sequence[bytes], refusals: list[str]) -> None:
+        """Looks for new packs. If the store refuses that, the directory is still valid."""
+        try:
+            self._finder.update(namespace, keys)
+        except StoreRefusedError as error:
+            refusals.append(f"{error}")
 
     def _find(self, namespace: NamespaceId, key: bytes) -> KnownPack | None:
         """Returns the pack that has a block and has not expired."""

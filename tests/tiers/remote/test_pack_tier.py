@@ -206,6 +206,51 @@ def test_a_new_server_finds_packs_of_the_last_days() -> None:
     tier.close()
 
 
+def test_packs_that_cannot_be_read_do_not_affect_others(caplog: pytest.LogCaptureFixture) -> None:
+    """Their blocks are misses and can be stored. Each is tried again after a minute."""
+    memory, clock = MemoryBucket(), Clock()
+    for number in range(4):
+        store_at(memory, clock.now - 1 - number, number)
+    names = [(SPACE, key(number)) for number in range(5)]
+    tier = pack_tier(memory, clock=clock)
+    bad = {memory.paths()[1]: StoreRefusedError("status 403"), memory.paths()[2]: StoreUnavailableError("lost")}
+    memory.before = lambda what, path: bad.get(path) if what == "read" else None
+    assert tier.lookup(names) == [False] * 5
+    del bad[memory.paths()[2]]
+    for _ in range(3):
+        assert tier.lookup(names) == [True, True, False, True, False]
+        clock.now += pack_finder.REFRESH_SECONDS
+    assert tier.last_error is None
+    assert [record.getMessage() for record in caplog.records].count(
+        f"pack {memory.paths()[1]} cannot be read: status 403"
+    ) == 1
+    assert tier.store([full(key(4), content(4, (100,)))]) == [DONE]
+    store_at(memory, clock.now, 5)
+    clock.now += pack_finder.REFRESH_SECONDS
+    assert tier.lookup([*names, (SPACE, key(5))]) == [True, True, False, True, True, True]
+    bad.clear()
+    clock.now += pack_finder.WIDE_EVERY_SECONDS
+    assert tier.lookup(names) == [True] * 5
+    tier.close()
+
+
+def test_a_refused_list_leaves_the_known_blocks() -> None:
+    """They are found and loaded; the status shows the error."""
+    memory, clock = MemoryBucket(), Clock()
+    tier = pack_tier(memory, clock=clock)
+    assert tier.store([full(ROW[0], [b"x"])]) == [DONE]
+
+    def refuse(*_: object) -> list[str]:
+        raise StoreRefusedError("status 403")
+
+    tier._bucket.names = refuse  # type: ignore[method-assign]
+    clock.now += pack_finder.REFRESH_SECONDS
+    assert tier.lookup([(SPACE, ROW[0]), (SPACE, ROW[1])]) == [True, False]
+    assert "403" in (tier.last_error or "")
+    assert tier.load([empty(ROW[0], (1,)), empty(ROW[1], (1,))]) == [DONE, MISSING]
+    tier.close()
+
+
 def test_a_full_directory_drops_the_oldest_packs() -> None:
     """Its memory stays within the limit, and older packs are not read."""
     memory, clock = MemoryBucket(), Clock()
