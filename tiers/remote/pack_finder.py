@@ -131,7 +131,8 @@ class PackFinder:
             after = start_of(folder, hour)
         else:
             hour = progress.first_hour
-            after = mark_of(folder, now - WIDE_SECONDS if is_wide else progress.listed_at - OVERLAP_SECONDS)
+            start = progress.listed_at - OVERLAP_SECONDS
+            after = mark_of(folder, min(start, now - WIDE_SECONDS) if is_wide else start)
         paths = self._guarded(lambda: self._bucket.names(folder, after))
         self._take(progress, paths, now)
         progress.first_hour, progress.listed_at = hour, now

@@ -206,6 +206,18 @@ def test_a_new_server_finds_packs_of_the_last_days() -> None:
     tier.close()
 
 
+def test_packs_stored_during_a_pause_are_found() -> None:
+    """The list after a pause begins at the list before it."""
+    memory, clock = MemoryBucket(), Clock()
+    tier = pack_tier(memory, clock=clock)
+    assert tier.lookup([(SPACE, key(1))]) == [False]
+    clock.now += 2 * pack_finder.WIDE_SECONDS
+    store_at(memory, clock.now, 1)
+    clock.now += 2 * pack_finder.WIDE_SECONDS
+    assert tier.lookup([(SPACE, key(1))]) == [True]
+    tier.close()
+
+
 def test_packs_that_cannot_be_read_do_not_affect_others(caplog: pytest.LogCaptureFixture) -> None:
     """Their blocks are misses and can be stored. Each is tried again after a minute."""
     memory, clock = MemoryBucket(), Clock()
