@@ -58,7 +58,7 @@ class _FaultyBucket(Bucket):
         super().__init__(lambda _: memory.store, "", deadline_seconds)
         self._memory = memory
 
-    def names(self, folder: str, after: str, limit: int = 20_000) -> list[str]:
+    def names(self, folder: str, after: str, limit: int) -> list[str]:
         self._memory.calls.append("list")
         return super().names(folder, after, limit)
 

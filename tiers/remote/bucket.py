@@ -28,8 +28,6 @@ __all__ = [
 
 BYTES_PER_SECOND = 16 << 20
 """Transfers have this rate at least: the deadline of a call grows with its bytes."""
-MAX_LISTED = 20_000
-"""Limit of the names of one list: 20 answers of S3."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _FULL = re.compile(
@@ -61,8 +59,9 @@ class StoredObject:
 class Bucket:
     """Objects below a prefix of a bucket. Thread-safe.
 
-    All methods raise `StoreUnavailableError`, `StoreRefusedError` and `ObjectMissingError`. A call
-    ends within the deadline plus the time for its bytes at `BYTES_PER_SECOND`.
+    All methods raise `StoreUnavailableError`, `StoreRefusedError` and `ObjectMissingError`. Each
+    request ends within the deadline plus the time for its bytes at `BYTES_PER_SECOND`. A list makes
+    one request per 1,000 names.
     """
 
     def __init__(self, connect: Callable[[float], Any], prefix: str, deadline_seconds: float) -> None:
@@ -73,7 +72,7 @@ class Bucket:
         self._deadline_seconds = deadline_seconds
         self._clients: dict[int, Any] = {}
 
-    def names(self, folder: str, after: str, limit: int = MAX_LISTED) -> list[str]:
+    def names(self, folder: str, after: str, limit: int) -> list[str]:
         """Returns the paths in a folder that sort after `after`, ascending, at most `limit`."""
         found: list[str] = []
 

@@ -37,6 +37,8 @@ INDEXES_AT_ONCE = 64
 """Number of indexes that are read before the directory is asked again."""
 OLDER_SECONDS = 0.25
 """A lookup reads older packs for about this time. The next lookup continues."""
+MAX_LISTED = 20_000
+"""Limit of the names of one list: 20 answers of S3. The next lookup continues the list."""
 MAX_NAMESPACES = 256
 """The finder forgets its progress in the least recently used namespace beyond this number."""
 HOUR_SECONDS = 3600.0
@@ -48,7 +50,7 @@ class _Progress:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     listed_at: float = 0.0
-    """Time of the last list, since 1970."""
+    """Time of the last list, since 1970. Earlier if the next list continues it."""
     listed_wide_at: float = 0.0
     seen: dict[str, float] = field(default_factory=dict)
     """Time of each pack that lists can return again."""
@@ -58,8 +60,9 @@ class _Progress:
     """Packs that the store refused to read. Each wide list makes them pending again."""
     first_hour: str = ""
     """The lists of new packs contain this hour completely."""
-    hours: list[str] | None = None
-    """Older hours that have not been listed yet, ascending; None if unknown."""
+    older: list[str] | None = None
+    """Start of the list of each older hour that has not been listed yet, ascending; None if
+    unknown."""
 
 
 class PackFinder:
@@ -133,9 +136,13 @@ class PackFinder:
             hour = progress.first_hour
             start = progress.listed_at - OVERLAP_SECONDS
             after = mark_of(folder, min(start, now - WIDE_SECONDS) if is_wide else start)
-        paths = self._guarded(lambda: self._bucket.names(folder, after))
-        self._take(progress, paths, now)
-        progress.first_hour, progress.listed_at = hour, now
+        paths = self._guarded(lambda: self._bucket.names(folder, after, MAX_LISTED))
+        reached = self._take(progress, paths, now)
+        if len(paths) < MAX_LISTED:
+            progress.listed_at = now
+        else:
+            progress.listed_at = min(now, max(progress.listed_at, reached + OVERLAP_SECONDS))
+        progress.first_hour = hour
         if is_wide:
             progress.listed_wide_at = now
             seen = progress.seen.copy().items()
@@ -149,30 +156,39 @@ class PackFinder:
         """Lists the next older hour. Returns False if all are listed, or the directory is full."""
         folder, now = folder_of(namespace, self._value_format), self._clock()
         oldest = max(now - self._ttl_seconds, self._directory.dropped_until)
-        if progress.hours is None:
+        if progress.older is None:
             hours = self._guarded(lambda: self._bucket.folders(folder))
-            progress.hours = [hour for hour in hours if hour < progress.first_hour]
-        if not progress.hours:
+            progress.older = [start_of(folder, hour) for hour in hours if hour < progress.first_hour]
+        if not progress.older:
             return False
-        hour = progress.hours[-1]
-        if hour < hour_of(oldest):
-            progress.hours.clear()
+        after = progress.older[-1]
+        if after < start_of(folder, hour_of(oldest)):
+            progress.older.clear()
             return False
-        paths = self._guarded(lambda: self._bucket.names(f"{folder}{hour}/", start_of(folder, hour)))
-        progress.hours.pop()
+        hour_folder = after[: after.rindex("/") + 1]
+        paths = self._guarded(lambda: self._bucket.names(hour_folder, after, MAX_LISTED))
+        if len(paths) < MAX_LISTED:
+            progress.older.pop()
+        else:
+            progress.older[-1] = paths[-1]
         self._take(progress, paths, now)
         return True
 
-    def _take(self, progress: _Progress, paths: Sequence[str], now: float) -> None:
-        """Queues the packs of a list that are new and not too old."""
+    def _take(self, progress: _Progress, paths: Sequence[str], now: float) -> float:
+        """Queues the packs of a list that are new and not too old. Returns the latest time."""
+        latest = 0.0
         for path in paths:
             name = PackName.parse(path)
-            if name is None or path in progress.seen:
+            if name is None:
+                continue
+            latest = name.written_at
+            if path in progress.seen:
                 continue
             progress.seen[path] = name.written_at
             if now - name.written_at < self._ttl_seconds and name.written_at > self._directory.dropped_until:
                 progress.pending.append(name)
         progress.pending.sort(key=lambda name: name.written_at)
+        return latest
 
     def _read_indexes(self, namespace: NamespaceId, progress: _Progress) -> None:
         """Reads the indexes of the newest pending packs. Raises StoreUnavailableError.

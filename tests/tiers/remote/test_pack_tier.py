@@ -206,6 +206,27 @@ def test_a_new_server_finds_packs_of_the_last_days() -> None:
     tier.close()
 
 
+def test_a_list_with_many_packs_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next lookups find the newest packs, and all of an older hour."""
+    monkeypatch.setattr(pack_finder, "MAX_LISTED", 3)
+    memory, clock = MemoryBucket(), Clock()
+    for number in range(14):
+        store_at(memory, clock.now - (300 if number < 7 else 8000) + number, number)
+    tier = pack_tier(memory, clock=clock)
+    names = [(SPACE, key(number)) for number in range(14)]
+    for _ in range(12):  # each lookup works for a limited time
+        answers = tier.lookup(names)
+    assert answers == [True] * 14
+    store_at(memory, clock.now, 20)
+    clock.now += pack_finder.WIDE_EVERY_SECONDS
+    store_at(memory, clock.now, 21)
+    for _ in range(2):
+        clock.now += pack_finder.REFRESH_SECONDS
+        tier.lookup([(SPACE, key(20)), (SPACE, key(21))])
+    assert tier.lookup([(SPACE, key(20)), (SPACE, key(21))]) == [True, True]
+    tier.close()
+
+
 def test_packs_stored_during_a_pause_are_found() -> None:
     """The list after a pause begins at the list before it."""
     memory, clock = MemoryBucket(), Clock()

@@ -121,13 +121,13 @@ class TestServer:
         for name in names:
             bucket.write(name, memoryview(b"x" * 64))
         for number, time in enumerate(times):
-            assert bucket.names(folder, mark_of(folder, time)) == names[number:]
-            assert bucket.names(folder, mark_of(folder, time + 0.001)) == names[number + 1 :]
+            assert bucket.names(folder, mark_of(folder, time), 9) == names[number:]
+            assert bucket.names(folder, mark_of(folder, time + 0.001), 9) == names[number + 1 :]
         hours = bucket.folders(folder)
         assert hours == ["2026-11-25T03", "2026-11-25T04", "2026-11-25T05"]
         for number, hour in enumerate(hours):
-            assert bucket.names(folder, start_of(folder, hour)) == names[2 * number :]
-            assert bucket.names(f"{folder}{hour}/", start_of(folder, hour)) == names[2 * number : 2 * number + 2]
+            assert bucket.names(folder, start_of(folder, hour), 9) == names[2 * number :]
+            assert bucket.names(f"{folder}{hour}/", start_of(folder, hour), 9) == names[2 * number : 2 * number + 2]
 
     def test_old_objects_are_deleted(self, seaweed: SeaweedServer, tmp_path: Path) -> None:
         """By `kvtier remote gc`, with the credentials of the tier."""
