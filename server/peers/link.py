@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +105,7 @@ class PeerLink:
             transfer_pb2.LocateResponse.FromString,
         )
         self._opened: dict[NamespaceId, _Sessions] = {}
+        self._opening: defaultdict[NamespaceId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def search(
@@ -113,24 +115,23 @@ class PeerLink:
         keys: Sequence[bytes],
         *,
         prefix: bool,
-        seconds: float,
+        until: float,
     ) -> PeerLease | None:
         """Leases those of the blocks that the other server has; None if it has none.
 
-        With `prefix` the search ends at the first block that it lacks. Raises PeerError. The caller
-        makes one search per namespace at a time, and limits its time by `asyncio.timeout`.
+        With `prefix` the search ends at the first block that it lacks. Raises PeerError. At the
+        time `until` of the event loop, the caller ends the search by `asyncio.timeout_at`.
         """
         try:
             try:
-                return await self._search(namespace, description, keys, prefix=prefix, seconds=seconds)
+                return await self._search(namespace, description, keys, prefix=prefix, until=until)
             except grpc.aio.AioRpcError as error:
                 if reason_of(error.trailing_metadata()) not in _SESSION_LOST:
                     raise
-            self._drop(namespace)  # the other server was restarted
-            return await self._search(namespace, description, keys, prefix=prefix, seconds=seconds)
+            # The other server was restarted.
+            return await self._search(namespace, description, keys, prefix=prefix, until=until)
         except grpc.aio.AioRpcError as error:
             reason = reason_of(error.trailing_metadata())
-            self._drop(namespace)
             raise PeerError(f"{reason or error.code().name}: {error.details()}", refused=reason is not None) from None
 
     async def confirm(self, lease: PeerLease) -> bool:
@@ -169,25 +170,27 @@ class PeerLink:
         keys: Sequence[bytes],
         *,
         prefix: bool,
-        seconds: float,
+        until: float,
     ) -> PeerLease | None:
-        sessions = self._opened.get(namespace)
-        if sessions is None or sessions.has_ended:
-            self._drop(namespace)
-            sessions = self._opened[namespace] = await self._open(description)
+        sessions = await self._sessions_of(namespace, description)
         sessions.used_at = asyncio.get_running_loop().time()
         request = cache_pb2.LookupRequest(
             session=sessions.refs[0],
             mode=cache_pb2.LOOKUP_MODE_PREFIX if prefix else cache_pb2.LOOKUP_MODE_EACH,
             lease_duration=_duration(LEASE_SECONDS),
-            wait=_duration(seconds * _WAIT_PART),
+            wait=_duration(max(0.0, until - sessions.used_at) * _WAIT_PART),
             exclude=cache_pb2.TierFilter(remote=True),  # this server can ask shared tiers itself
         )
         if len({len(key) for key in keys}) == 1:
             request.packed_keys.keys, request.packed_keys.key_bytes = b"".join(keys), len(keys[0])
         else:
             request.keys.extend(keys)
-        answer = await self._cache.Lookup(request)
+        try:
+            answer = await self._cache.Lookup(request)
+        except grpc.aio.AioRpcError:
+            if self._opened.get(namespace) is sessions:  # another search may have replaced them
+                self._drop(namespace)
+            raise
         items = {
             key: item
             for item, (key, status) in enumerate(zip(keys, answer.statuses, strict=False))
@@ -198,6 +201,15 @@ class PeerLink:
         if answer.lease_id:
             self._spawn(self._release(sessions, answer.lease_id))
         return None
+
+    async def _sessions_of(self, namespace: NamespaceId, description: common_pb2.Namespace) -> _Sessions:
+        """Returns the sessions in a namespace. Opens them once for all searches."""
+        async with self._opening[namespace]:
+            sessions = self._opened.get(namespace)
+            if sessions is None or sessions.has_ended:
+                self._drop(namespace)
+                sessions = self._opened[namespace] = await self._open(description)
+            return sessions
 
     async def _open(self, description: common_pb2.Namespace) -> _Sessions:
         """Opens one session per rank, all of one engine, which therefore share the lease."""

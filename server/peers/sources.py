@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from ...protos.credentials import Credentials, CredentialsError
 from ...protos.endpoint import Endpoint
 from ...protos.peer_directory import PeerDirectory
 from ...protos.v1 import cache_pb2, common_pb2
-from ...tiers.base import NamespaceId, TierFilter
+from ...tiers.base import TierFilter
 from ...tiers.errors import CoreError
 from ...tiers.remote.limits import CircuitBreaker
 from ...tiers.types import EngineSession
@@ -99,7 +99,8 @@ class PeerSources:
         self._engine_id = f"kvtier-server-{secrets.token_hex(8)}"
         self._links: dict[Endpoint, PeerLink] = {}
         self._breakers: dict[Endpoint, CircuitBreaker] = defaultdict(CircuitBreaker)
-        self._searches: dict[tuple[Endpoint, NamespaceId], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._searches: Counter[Endpoint] = Counter()
+        """Numbers of running searches."""
 
     async def locate(
         self,
@@ -138,14 +139,11 @@ class PeerSources:
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             now = asyncio.get_running_loop().time()
-            for search, lock in list(self._searches.items()):
-                if not lock.locked():
-                    del self._searches[search]
-            searched = {address for address, _ in self._searches}
             for address, link in list(self._links.items()):
-                if link.end_idle_sessions(now) and address not in searched:
+                if link.end_idle_sessions(now) and not self._searches[address]:
                     await self._drop(address)
-            for address in self._breakers.keys() - searched:
+            self._searches = +self._searches
+            for address in self._breakers.keys() - self._searches.keys():
                 found = self._directory.find(str(address))
                 # Its `tls_name` may differ, because several listed names may have this address.
                 if found is None or (found.host, found.port) != (address.host, address.port):
@@ -172,13 +170,17 @@ class PeerSources:
         seconds = min(deadline - self._runtime.now(), self._deadline_seconds)
         if seconds <= 0:
             return Located(_UNREACHABLE)
+        until = asyncio.get_running_loop().time() + seconds
+        self._searches[address] += 1
         try:
-            async with asyncio.timeout(seconds), self._searches[address, session.namespace.id]:
-                return await self._search(session, address, keys, tiers, deadline, prefix=prefix)
+            async with asyncio.timeout_at(until):
+                return await self._search(session, address, keys, tiers, until, prefix=prefix)
         except (Refused, CoreError):  # the session has ended, or the arguments are wrong
             raise
         except Exception as error:  # noqa: BLE001 - the lookup of the call must not fail
             return Located(self._failed(address, error))
+        finally:
+            self._searches[address] -= 1
 
     def _failed(self, address: Endpoint, error: Exception) -> cache_pb2.SourceOutcome:
         """Records the failure of a search, and returns its outcome."""
@@ -200,7 +202,7 @@ class PeerSources:
         address: Endpoint,
         keys: Sequence[bytes],
         tiers: TierFilter,
-        deadline: float,
+        until: float,
         *,
         prefix: bool,
     ) -> Located:
@@ -221,14 +223,20 @@ class PeerSources:
             self._description_of(session),
             wanted,
             prefix=prefix,
-            seconds=min(deadline - self._runtime.now(), self._deadline_seconds),
+            until=until,
         )
         self._breakers[address].succeeded()
         if lease is None:
             return Located(_ABSENT)
+        # Searches at the same time may have located the same blocks, or others.
+        lacking = self._core.shared_tiers.lacking(session, list(lease.items), tiers)
+        found = self._affordable(session, lacking)
+        if not found:
+            lease.link.release(lease)
+            return Located(_BUSY if lacking else _NOT_NEEDED)
+        lease.items = {key: lease.items[key] for key in found}
         assert self._tier is not None
         self._tier.locate(lease, session.namespace.id, lambda key: _bytes_of(session, key), self._breakers[address])
-        found = list(lease.items)
         self._core.shared_tiers.locate(self._number, session, found, self._runtime.now())
         return Located(_FOUND, found)
 

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from harness.payloads import assert_serves, key_of, namespace_of, payload
 from harness.polling import wait_until
 from harness.ports import ReservedPort
 from harness.server_process import MIB, ServerProcess
+from harness.service_calls import PART as CALLS_PART
 from harness.service_calls import Calls, serving, until
 
 from kvtier.client import Client, SourceOutcome, TierFilter
@@ -27,6 +28,7 @@ from kvtier.protos.credentials import Credentials
 from kvtier.protos.peer_directory import PeerDirectory
 from kvtier.protos.v1 import cache_pb2, common_pb2
 from kvtier.server.peers import sources
+from kvtier.server.peers.link import PeerLease
 from kvtier.server.peers.peer_tier import PeerTier
 from kvtier.tiers import base
 
@@ -175,6 +177,22 @@ def test_calls_for_the_same_blocks_share_one_load(
         assert [lease.prefix_hits for lease in found] == [len(KEYS)] * 4
         assert _count(metrics_port, "tier_job_blocks_total", labels) - before == len(KEYS)
         assert [lease.source_outcome for lease in found].count(SourceOutcome.FOUND) == 1
+        for lease in found:
+            lease.release()
+
+
+def test_searches_at_the_same_time_share_the_sessions(tmp_path: Path, source: ServerProcess) -> None:
+    """All are answered, and none counts as a failure of the source."""
+    with (
+        _here(tmp_path, source.tcp) as here,
+        _client(source, "same time") as there,
+        _client(here, "same time") as client,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        _store(there, KEYS)
+        found = list(threads.map(lambda n: client.lookup(KEYS[5 * n :][:5], wait=30, source=source.tcp), range(8)))
+        assert [(lease.source_outcome, lease.prefix_hits) for lease in found] == [(SourceOutcome.FOUND, 5)] * 8
+        assert [session.model for session in there.status().sessions].count("same time") == 2
         for lease in found:
             lease.release()
 
@@ -370,6 +388,75 @@ def test_the_event_loop_answers_during_a_search(tmp_path: Path) -> None:
         assert not ended.is_set()
         sock.close()
         thread.join()
+
+
+class FakeLink:
+    """Another server that has all blocks, and answers when `searches` searches wait for it."""
+
+    name = "fake"
+
+    def __init__(self, searches: int) -> None:
+        self._all_wait = asyncio.Barrier(searches)
+        self.released: list[PeerLease] = []
+
+    async def search(self, _: object, __: object, keys: Sequence[bytes], **___: object) -> PeerLease:
+        await self._all_wait.wait()
+        link: Any = self
+        return PeerLease(link, link, 1, {key: item for item, key in enumerate(keys)})
+
+    def release(self, lease: PeerLease) -> None:
+        self.released.append(lease)
+
+    def end_idle_sessions(self, _: float) -> bool:
+        return True
+
+    async def close(self) -> None: ...
+
+
+async def _search_at_once(
+    monkeypatch: pytest.MonkeyPatch, link: FakeLink, wanted: Sequence[list[bytes]], in_flight_bytes: int
+) -> list[sources.Located]:
+    """Returns the results of searches that run at the same time."""
+    monkeypatch.setattr(sources, "PeerLink", lambda *_: link)
+    directory = PeerDirectory(["127.0.0.1:1"])
+    tier = PeerTier(20.0, in_flight_bytes)
+    async with serving(tier) as calls:
+        searches = _searches_of(calls, tier, directory)
+        until = calls.runtime.now() + 20
+        return await asyncio.gather(
+            *(searches.locate(calls.session, "127.0.0.1:1", keys, EVERYWHERE, until, prefix=True) for keys in wanted)
+        )
+
+
+async def test_a_search_does_not_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow source has as much time for each of them."""
+    wanted = [KEYS[:10], KEYS[10:20], KEYS[20:30], KEYS[30:]]
+    located = await _search_at_once(monkeypatch, FakeLink(4), wanted, MIB)
+    assert [(each.outcome, each.keys) for each in located] == [
+        (cache_pb2.SOURCE_OUTCOME_FOUND, keys) for keys in wanted
+    ]
+
+
+async def test_searches_at_the_same_time_locate_each_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later one locates the other blocks. If there are none, it gives up its lease."""
+    located = await _search_at_once(monkeypatch, FakeLink(2), [KEYS[:20], KEYS[10:30]], MIB)
+    assert sorted(key for each in located for key in each.keys) == sorted(KEYS[:30])
+    link = FakeLink(2)
+    located = await _search_at_once(monkeypatch, link, [KEYS[:20], KEYS[:20]], MIB)
+    assert sorted((each.outcome, len(each.keys)) for each in located) == [
+        (cache_pb2.SOURCE_OUTCOME_FOUND, 20),
+        (cache_pb2.SOURCE_OUTCOME_NOT_NEEDED, 0),
+    ]
+    assert len(link.released) == 1
+
+
+async def test_searches_at_the_same_time_share_the_bound_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If nothing of the bound is left, a search gives up its lease."""
+    link = FakeLink(3)
+    located = await _search_at_once(monkeypatch, link, [KEYS[:10], KEYS[10:20], KEYS[20:30]], 15 * CALLS_PART)
+    assert sorted(len(each.keys) for each in located) == [0, 5, 10]
+    assert cache_pb2.SOURCE_OUTCOME_BUSY in [each.outcome for each in located]
+    assert len(link.released) == 1
 
 
 async def test_the_circuit_breaker_of_a_vanished_address_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
