@@ -251,6 +251,26 @@ def test_servers_may_connect_to_each_other_if_they_are_peers(tmp_path: Path) -> 
     assert own not in _rendered(tmp_path, values)["NetworkPolicy"]["spec"]["ingress"]
 
 
+@needs_tools
+def test_the_policy_admits_readers_of_events(tmp_path: Path) -> None:
+    """Only the pods of `eventsFrom`, and only to the ports of the publisher."""
+    router = {"podSelector": {"matchLabels": {"app": "router"}}}
+    values: dict[str, Any] = {
+        "config": {"events": {"publish": "tcp://0.0.0.0:5557", "replay": "tcp://[::]:5558"}},
+        "networkPolicy": {"eventsFrom": [router]},
+    }
+    rendered = _rendered(tmp_path, values)
+    rule = {"ports": [{"port": 5557}, {"port": 5558}], "from": [router]}
+    assert rule in rendered["NetworkPolicy"]["spec"]["ingress"]
+    _validate(tmp_path, [rendered["NetworkPolicy"]], "1.35.0")
+    del values["config"]["events"]["replay"]
+    rule["ports"] = [{"port": 5557}]
+    assert rule in _rendered(tmp_path, values)["NetworkPolicy"]["spec"]["ingress"]
+    only_metrics = _rendered(tmp_path, {})["NetworkPolicy"]["spec"]["ingress"]
+    for without in ({"networkPolicy": {}}, {"config": {}}, {"config": {"events": {"publish": "ipc:///run/kvtier/e"}}}):
+        assert _rendered(tmp_path, values | without)["NetworkPolicy"]["spec"]["ingress"] == only_metrics
+
+
 def test_chart_and_package_have_one_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
