@@ -55,6 +55,7 @@ WAYS = {
     "full": FULL,
     "emptyDir": {"data": {"type": "emptyDir", "sizeLimit": "20Gi"}, "probes": {"type": "exec"}},
     "none": {"data": {"type": "none"}, "networkPolicy": {"enabled": False}, "regionSize": "512Mi"},
+    "shared": {"data": {"type": "none"}, "config": {"tiers": [{"type": "s3", "options": {"url": "s3://bucket/kv"}}]}},
 }
 
 
@@ -195,7 +196,7 @@ def test_service_monitor_matches_the_alert_rules(tmp_path: Path) -> None:
         ({"config": {"listen": "0.0.0.0:1"}}, "config"),
         ({"terminationGracePeriodSeconds": 30}, "terminationGracePeriodSeconds"),
         ({"runAsUser": 0}, "runAsUser"),
-        ({"data": {"type": "none"}, "config": {"tiers": []}}, "cannot be combined"),
+        ({"data": {"type": "none"}, "config": {"tiers": [{"type": "s3"}, {"type": "disk"}]}}, "type disk"),
         ({"config": {"tiers": [{"type": "valkey", "options": {"url": "valkey://a:b@c"}}]}}, "user or a password"),
         (
             {"config": {"auth": {"metrics": True}}, "metrics": {"serviceMonitor": {"enabled": True}}},

@@ -44,8 +44,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- fail "config.tiers: a url contains a user or a password, which a ConfigMap must not have; use options.username and options.password_file, and a secret under extraVolumes" -}}
 {{- end -}}
 {{- end -}}
-{{- if and (eq .Values.data.type "none") (hasKey .Values.config "tiers") -}}
-{{- fail "data.type=none cannot be combined with config.tiers, which need storage" -}}
+{{- if eq .Values.data.type "none" -}}
+{{- range .Values.config.tiers | default list -}}
+{{- if has .type (list "lmdb" "disk") -}}
+{{- fail (printf "data.type=none cannot be combined with a tier of type %s in config.tiers, which needs storage" .type) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end }}
 
@@ -60,7 +64,7 @@ metrics = "0.0.0.0:{{ .Values.metrics.port }}"
 {{- if and .Values.tcp.enabled .Values.tcp.insecure }}
 insecure = true
 {{- end }}
-{{- if eq .Values.data.type "none" }}
+{{- if and (eq .Values.data.type "none") (not (hasKey .Values.config "tiers")) }}
 tiers = []
 {{- end }}
 {{- end }}
