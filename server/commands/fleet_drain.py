@@ -53,22 +53,39 @@ class _Rollout:
 
     def _drain(self, endpoint: Endpoint) -> Drained:
         mode, limits = mode_of(self._options), self._options
-        epoch = ask_status(endpoint, limits.timeout).epoch
+        before = ask_status(endpoint, limits.timeout)
         if limits.wait_engines and mode != "undo":
-            self._completed(drain_server(endpoint, "stay", limits.timeout, wait=True), "stay")
-            self._wait(
-                limits.wait_engines,
-                lambda: not ask_status(endpoint, limits.timeout).sessions,
-                "engines are still connected",
-            )
+            try:
+                self._wait_for_engines(endpoint)
+            except (AdminClientError, _StepError) as error:
+                if mode == "stay" or before.draining:
+                    raise
+                raise _StepError(f"{error}; {self._undo(endpoint)}") from error
         drained = self._completed(drain_server(endpoint, mode, limits.timeout, wait=True), mode)
         if limits.wait_restart and mode == "end":
             self._wait(
                 limits.wait_restart,
-                lambda: _is_new(endpoint, epoch, limits.timeout),
+                lambda: _is_new(endpoint, before.epoch, limits.timeout),
                 "no new server answers at its address",
             )
         return drained
+
+    def _wait_for_engines(self, endpoint: Endpoint) -> None:
+        """Drains a server without ending it, until no engine is connected."""
+        limits = self._options
+        self._completed(drain_server(endpoint, "stay", limits.timeout, wait=True), "stay")
+        self._wait(
+            limits.wait_engines,
+            lambda: not ask_status(endpoint, limits.timeout).sessions,
+            "engines are still connected",
+        )
+
+    def _undo(self, endpoint: Endpoint) -> str:
+        """Undoes a drain that has failed; returns the state of the server in words."""
+        try:
+            return outcome("undo", drain_server(endpoint, "undo", self._options.timeout, wait=False))
+        except AdminClientError as error:
+            return f"the server may still refuse new work, because undoing the drain failed: {error}"
 
     def _completed(self, drained: Drained, mode: str) -> Drained:
         if not drained.succeeded(mode):

@@ -232,7 +232,7 @@ def _add_fleet(commands: Any) -> None:
         "--wait-engines",
         metavar="SECONDS",
         type=seconds(DAY_SECONDS),
-        help="before a server ends, wait until no engine is connected to it; fail after this time",
+        help="before a server ends, wait until no engine is connected to it; after this time, undo the drain and fail",
     )
     drain.add_argument(
         "--wait-restart",

@@ -49,19 +49,30 @@ def test_all_servers_end_with_durable_blocks(servers: list[ServerProcess]) -> No
 
 
 def test_the_first_failure_stops_the_drain(servers: list[ServerProcess]) -> None:
-    """An engine stays connected to the second server. The third keeps accepting work."""
+    """An engine stays connected to the second server, which then accepts new work again."""
     with Client(servers[1].endpoint, namespace=namespace_of(PART)) as client:
         client.wait_until_connected(60)
         answer = json_output("fleet", "drain", *listed(servers), "--wait-engines", "0.3", code=1)
     assert [row["state"] for row in answer["servers"]] == ["drained", "failed", "skipped"]
-    assert answer["servers"][1]["reason"] == "engines are still connected after 0.3 s"
+    reason = "engines are still connected after 0.3 s; the server accepts new work again"
+    assert answer["servers"][1]["reason"] == reason
     assert (answer["mode"], answer["complete"]) == ("end", False)
     assert [row["ended"] for row in answer["servers"]] == [True, None, None]
     assert [server.alive for server in servers] == [False, True, True]
-    assert [server.status().draining for server in servers[1:]] == [True, False]
+    assert [server.status().draining for server in servers[1:]] == [False, False]
     done = kvtier("fleet", "drain", *listed(servers), "--undo", code=1)
     assert done.stdout.splitlines()[-1] == "2 of 3 servers accept new work again"
-    assert not servers[1].status().draining
+
+
+def test_a_requested_drain_stays_after_a_failure(servers: list[ServerProcess]) -> None:
+    """By `--stay`, or by an earlier command."""
+    server = servers[0]
+    with Client(server.endpoint, namespace=namespace_of(PART)) as client:
+        client.wait_until_connected(60)
+        for stay in (["--stay"], []):
+            answer = json_output("fleet", "drain", *listed([server]), "--wait-engines", "0.3", *stay, code=1)
+            assert answer["servers"][0]["reason"] == "engines are still connected after 0.3 s"
+            assert server.status().draining
 
 
 def test_a_server_ends_when_its_engines_have_moved(servers: list[ServerProcess]) -> None:
