@@ -8,8 +8,7 @@ run of consecutive blocks. See `docs/events.md`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +18,7 @@ from ...protos.wire.block_contents import unpack_tokens
 from ...tiers.core.block_contents import BlockContent
 from ..config.events import EventConfig
 
-__all__ = ["ContentOf", "MessageEncoder", "PublishedEvent", "parents_first"]
+__all__ = ["ContentOf", "MessageEncoder", "PublishedEvent"]
 
 ContentOf: TypeAlias = Callable[[bytes], BlockContent | None]
 """Returns what the server knows of the tokens of a key's block."""
@@ -36,7 +35,7 @@ class PublishedEvent:
 
     is_stored: bool
     medium: str
-    keys: Iterable[bytes]
+    keys: Sequence[bytes]
 
 
 class _Run(NamedTuple):
@@ -119,17 +118,3 @@ class MessageEncoder:
         if not self._is_map:
             return ["BlockRemoved", hashes, medium, group]
         return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium, "group_idx": group}
-
-
-def parents_first(keys: AbstractSet[bytes], content_of: ContentOf) -> Iterator[bytes]:
-    """Yields keys, each after its parent: indexers drop a block whose parent they do not know."""
-    done: set[bytes] = set()
-    for key in keys:
-        chain: list[bytes] = []
-        each: bytes | None = key
-        while each is not None and each in keys and each not in done:
-            done.add(each)  # also ends the loop if an engine has described a cycle
-            chain.append(each)
-            content = content_of(each)
-            each = content[0] if content is not None else None
-        yield from reversed(chain)

@@ -5,25 +5,27 @@ of the engine's namespace. If no session of a namespace declares an address, the
 namespace are published on the topic of the server's configuration. A topic ends with its sessions.
 Every block of a medium is stored once and removed once per topic. While a replay of the core's
 events runs, nothing is published: readers need parents before children, also across tiers.
+
+Three tasks: one reads the log and records what each topic has to publish, one begins and ends
+topics, one sends. The reader never waits for the sender, because the log keeps few events.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from itertools import islice
 
 from ...tiers.base import NamespaceId
-from ...tiers.core.event_log import BlockEvent, EventKind
 from ...tiers.negotiation import Medium
 from ..config.events import EventConfig
 from ..rpc.sessions import OpenSession, SessionRegistry
 from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
-from .messages import ContentOf, MessageEncoder, PublishedEvent, parents_first
+from .messages import MessageEncoder
+from .tier_blocks import TierBlocks, pause
+from .topic import Topic
 from .watch import EventWatch, WatchPhase
 from .zmq_socket import ZmqSocket
 
@@ -31,16 +33,11 @@ __all__ = ["EventPublisher", "topic_of"]
 
 _log = get_logger(__name__)
 
-_BATCH_KEYS = 256
-"""Maximum number of keys of a message: 35 KB with one event per block."""
 _TOPICS_SECONDS = 0.5
 """Time between two looks at the open sessions."""
 _RETRY_SECONDS = 1.0
-_SLICE_SECONDS = 0.001
-"""Pause after each slice, so that publishing never takes more than half of the event loop."""
 
-_Topic = tuple[bytes, NamespaceId]
-_Held = dict[int, set[bytes]]
+_TopicName = tuple[bytes, NamespaceId]
 
 
 def topic_of(session: OpenSession) -> bytes:
@@ -57,94 +54,66 @@ class EventPublisher:
         self._default_topic = config.topic.encode()
         self._socket = socket
         self._encoder = MessageEncoder(config)
-        self._media = ["CPU", *("CPU" if tier.medium is Medium.MEMORY else "STORAGE" for tier in runtime.tiers)]
-        self._held: dict[NamespaceId, _Held] = defaultdict(lambda: defaultdict(set))
-        """Keys per namespace and tier: 60 bytes per block and tier beside those of the tiers."""
-        self._topics: dict[_Topic, Sequence[int]] = {}
-        """Current topics, with the tokens per block of each group."""
+        self._held = TierBlocks(
+            ["CPU", *("CPU" if tier.medium is Medium.MEMORY else "STORAGE" for tier in runtime.tiers)]
+        )
+        self._topics: dict[_TopicName, Topic] = {}
         self._is_replaying = True
-        """Whether the blocks in `_held` have not been published yet."""
+        self._changed = asyncio.Event()
+        """Set when a topic may have something to publish."""
         self._lock = asyncio.Lock()
-        """Held by the task that changes `_held` or `_topics` and publishes the change."""
+        """Held while `_held` and what the topics have to publish change; never while sending."""
 
     async def run(self) -> None:
         """Publishes until it is cancelled. After a failure it begins again with a replay."""
-        topics = asyncio.get_running_loop().create_task(self._update_topics())
-        try:
-            while True:
-                try:
-                    await self._follow()
-                except Exception as error:  # noqa: BLE001 - routers would be misled for ever
-                    _log.error("publishing events failed", exc_info=error)
-                    await asyncio.sleep(_RETRY_SECONDS)
-        finally:
-            topics.cancel()
+        await asyncio.gather(*map(_repeat, (self._follow, self._update_topics, self._send_changes)))
 
     async def _follow(self) -> None:
-        watch = EventWatch(self._runtime, None, turn=_pause, check=lambda: None, lock=asyncio.Lock())
+        """Records the events of the log."""
+        watch = EventWatch(self._runtime, None, turn=pause, check=lambda: None, lock=asyncio.Lock())
         with contextlib.closing(watch):
             async with contextlib.aclosing(watch.steps(None)) as steps:
                 async for step in steps:
                     async with self._lock:
                         if step.phase is WatchPhase.BEGIN:
-                            await self._forget()
-                        for event in step.events:
-                            changes = self._apply(event)
-                            if not self._is_replaying:
-                                await self._publish(event.namespace, changes)
+                            self._is_replaying = True
+                        async for namespace, change in self._held.apply(step):
+                            for (_, each), topic in self._topics.items():
+                                if each == namespace and topic.is_wanted:
+                                    topic.change(change)
                         if step.phase is WatchPhase.END:
                             self._is_replaying = False
-                            for topic in self._topics:
-                                await self._send(topic, self._all_of(topic[1], is_stored=True))
-
-    def _apply(self, event: BlockEvent) -> list[PublishedEvent]:
-        """Records an event; returns what changes in its medium."""
-        held = self._held[event.namespace]
-        keys, medium = held[event.tier], self._media[event.tier]
-        others = [held[tier] for tier in held if tier != event.tier and self._media[tier] == medium]
-        changed = list(keys) if event.kind is EventKind.CLEARED else event.keys
-        if event.kind is EventKind.STORED:
-            keys.update(changed)
-        else:
-            keys.difference_update(changed)
-        changed = [key for key in changed if not any(key in other for other in others)]
-        return [PublishedEvent(event.kind is EventKind.STORED, medium, changed)] if changed else []
-
-    async def _forget(self) -> None:
-        """Publishes the removal of everything, because a replay begins."""
-        if not self._is_replaying:
-            for namespace in list(self._held):
-                await self._publish(namespace, self._all_of(namespace, is_stored=False))
-        self._is_replaying = True
-        self._held.clear()
-
-    def _all_of(self, namespace: NamespaceId, *, is_stored: bool) -> Iterator[PublishedEvent]:
-        """Yields one event per medium with all blocks of a namespace."""
-        held = self._held.get(namespace, {})
-        for medium in dict.fromkeys(self._media):
-            keys = set().union(*(keys for tier, keys in held.items() if self._media[tier] == medium))
-            if keys:
-                yield PublishedEvent(
-                    is_stored, medium, parents_first(keys, self._content_of(namespace)) if is_stored else keys
-                )
-
-    def _content_of(self, namespace: NamespaceId) -> ContentOf:
-        return partial(self._runtime.core.events.contents.get, namespace)
+                    self._changed.set()
 
     async def _update_topics(self) -> None:
         """Begins and ends topics, as sessions open and close."""
         while True:
             await asyncio.sleep(_TOPICS_SECONDS)
-            try:
-                wanted = self._wanted_topics()
-                if wanted.keys() != self._topics.keys():
-                    async with self._lock:
-                        if not self._is_replaying:
-                            await self._change_topics(wanted)
-            except Exception as error:  # noqa: BLE001 - the next look may succeed
-                _log.error("topics of events failed", exc_info=error)
+            wanted = self._wanted_topics()
+            for name, topic in list(self._topics.items()):
+                if name not in wanted:
+                    if topic.is_wanted:
+                        await self._switch(name, topic, is_wanted=False)
+                    elif not topic.has_unsent:
+                        del self._topics[name]
+            for name, block_tokens in wanted.items():
+                if name not in self._topics:
+                    content_of = partial(self._runtime.core.events.contents.get, name[1])
+                    self._topics[name] = Topic(block_tokens, content_of)
+                if not self._topics[name].is_wanted:
+                    await self._switch(name, self._topics[name], is_wanted=True)
 
-    def _wanted_topics(self) -> dict[_Topic, Sequence[int]]:
+    async def _switch(self, name: _TopicName, topic: Topic, *, is_wanted: bool) -> None:
+        """Begins or ends a topic: all blocks that are held are stored or removed."""
+        _log.info("topic of events began" if is_wanted else "topic of events ended", topic=name[0].decode())
+        async with self._lock:
+            topic.is_wanted = is_wanted
+            async for change in self._held.all(name[1], is_stored=is_wanted):
+                topic.change(change)
+        self._changed.set()
+
+    def _wanted_topics(self) -> dict[_TopicName, Sequence[int]]:
+        """Returns the current topics, with the tokens per block of each group."""
         sessions = [session for session in self._sessions.all() if session.groups]
         declared = {session.core.namespace.id for session in sessions if session.engine_address}
         return {
@@ -155,40 +124,49 @@ class EventPublisher:
             if session.engine_address or session.core.namespace.id not in declared
         }
 
-    async def _change_topics(self, wanted: dict[_Topic, Sequence[int]]) -> None:
-        for topic in [topic for topic in self._topics if topic not in wanted]:
-            _log.info("topic of events ended", topic=topic[0].decode())
-            await self._send(topic, self._all_of(topic[1], is_stored=False))
-            del self._topics[topic]
-        for topic in [topic for topic in wanted if topic not in self._topics]:
-            _log.info("topic of events began", topic=topic[0].decode())
-            self._topics[topic] = wanted[topic]
-            await self._send(topic, self._all_of(topic[1], is_stored=True))
+    async def _send_changes(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while await self._send_round():
+                pass
 
-    async def _publish(self, namespace: NamespaceId, events: Iterable[PublishedEvent]) -> None:
-        topics = [topic for topic in self._topics if topic[1] == namespace]
-        if topics:
-            events = list(events)
-        for topic in topics:
-            await self._send(topic, events)
+    async def _send_round(self) -> bool:
+        """Sends the next messages of each topic; returns whether there were any.
 
-    async def _send(self, topic: _Topic, events: Iterable[PublishedEvent]) -> None:
-        content_of = self._content_of(topic[1])
-        for event in events:
-            for number, keys in enumerate(_batches(event.keys)):
-                part = PublishedEvent(event.is_stored, event.medium, keys)
-                payload = self._encoder.encode(part, self._topics[topic], content_of)
+        Topics that end come first, because some readers ignore topics: for them, the blocks of the
+        ended topic would be removed after the topic that replaces it has stored them.
+        """
+        ending = {name[1] for name, topic in self._topics.items() if not topic.is_wanted and topic.has_unsent}
+        has_sent = False
+        for name, topic in list(self._topics.items()):
+            if not topic.is_wanted or name[1] not in ending:
+                has_sent |= await self._send_next(name[0], topic)
+        return has_sent
+
+    async def _send_next(self, name: bytes, topic: Topic) -> bool:
+        async with self._lock:
+            unsent = [] if self._is_replaying else topic.take()
+        has_any = bool(unsent)
+        try:
+            while unsent:
+                payload = self._encoder.encode(unsent[0], topic.block_tokens, topic.content_of)
                 if payload is not None:
-                    await self._socket.send(topic[0], payload)
-                if number:
-                    await _pause()
+                    await self._socket.send(name, payload)
+                del unsent[0]
+                await pause()
+        except Exception:
+            for change in unsent:
+                topic.change(change)
+            raise
+        return has_any
 
 
-def _batches(keys: Iterable[bytes]) -> Iterator[Sequence[bytes]]:
-    rest = iter(keys)
-    while batch := list(islice(rest, _BATCH_KEYS)):
-        yield batch
-
-
-async def _pause() -> None:
-    await asyncio.sleep(_SLICE_SECONDS)
+async def _repeat(task: Callable[[], Awaitable[None]]) -> None:
+    """Runs a task without end; after a failure it begins again, or routers would be misled."""
+    while True:
+        try:
+            await task()
+        except Exception as error:  # noqa: BLE001 - the next try may succeed
+            _log.error("publishing events failed", exc_info=error)
+            await asyncio.sleep(_RETRY_SECONDS)

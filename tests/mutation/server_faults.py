@@ -339,8 +339,8 @@ SERVER_FAULTS = (
     Fault(
         "a topic does not begin with the blocks that are held",
         "server/events/publisher.py",
-        "wanted[topic]\n            await self._send(topic, self._all_of(topic[1], is_stored=True))\n",
-        "wanted[topic]\n",
+        "            async for change in self._held.all(name[1], is_stored=is_wanted):\n                topic.change(change)\n",
+        "",
     ),
     Fault(
         "a replay of messages has no end",
