@@ -15,6 +15,8 @@ __all__ = ["BlockIndex"]
 _Hash = int | bytes
 _Place = tuple[str, str]
 """Topic and medium."""
+_Name = tuple[str, _Hash]
+"""Model in the topic, and hash: engines of different models may give a block the same hash."""
 _Child = tuple[str, _Hash | None, tuple[int, ...]]
 """Name of the tree, hash of the parent, tokens of the block."""
 
@@ -35,7 +37,7 @@ class BlockIndex:
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[_Hash, _Block] = {}
+        self._blocks: dict[_Name, _Block] = {}
         self._children: dict[_Child, _Hash] = {}
         self._sizes: dict[str, set[int]] = {}
         """Numbers of tokens of a block, per tree."""
@@ -83,24 +85,26 @@ class BlockIndex:
         hashes = event["block_hashes"]
         if not size or len(tokens) != size * len(hashes):
             return  # the server does not know the tokens
-        name = event.get("lora_name") or _model_of(place[0])
+        model = _model_of(place[0])
+        name = event.get("lora_name") or model
         self._sizes.setdefault(name, set()).add(size)
         for number, block_hash in enumerate(hashes):
             child = (name, parent, tuple(tokens[number * size : (number + 1) * size]))
-            block = self._blocks.get(block_hash)
+            block = self._blocks.get((model, block_hash))
             if block is None:
-                block = self._blocks[block_hash] = _Block(child)
+                block = self._blocks[model, block_hash] = _Block(child)
                 self._children[child] = block_hash
             block.places.add(place)
             parent = block_hash
 
     def _remove(self, block_hash: _Hash, place: _Place) -> None:
-        block = self._blocks.get(block_hash)
+        name = (_model_of(place[0]), block_hash)
+        block = self._blocks.get(name)
         if block is None:
             return
         block.places.discard(place)
         if not block.places:
-            del self._blocks[block_hash]
+            del self._blocks[name]
             if self._children.get(block.child) == block_hash:
                 del self._children[block.child]
 

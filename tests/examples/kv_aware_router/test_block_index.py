@@ -69,6 +69,19 @@ def test_models_and_adapters_have_their_own_blocks() -> None:
     assert index.match(PROMPT, "other") == 20, "the topic names no model"
 
 
+def test_two_models_may_have_the_same_hashes() -> None:
+    """The hash that vLLM gives a block does not depend on the model."""
+    index = BlockIndex()
+    other = "kv@10.0.0.1:8001@other"
+    index.apply(TOPIC, [stored(0, 3)])
+    index.apply(other, [stored(0, 5)])
+    assert (index.match(PROMPT, "m"), index.match(PROMPT, "other"), len(index)) == (30, 50, 8)
+    index.apply(TOPIC, [removed(0, 1, 2)])
+    assert (index.match(PROMPT, "m"), index.match(PROMPT, "other"), len(index)) == (0, 50, 5)
+    index.apply(other, [removed(4)])
+    assert index.match(PROMPT, "other") == 40
+
+
 def test_blocks_without_tokens_and_of_other_groups_are_ignored() -> None:
     index = BlockIndex()
     index.apply(TOPIC, [stored(0, 3, token_ids=[]), stored(0, 3, group_idx=1), removed(8)])
