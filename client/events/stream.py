@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -79,17 +80,21 @@ class EventStream:
         self._thread.join(timeout)
 
     def _run(self) -> None:
+        lost: list[HeldChange] = []  # reported until the callback accepts it
         while not self._closing.is_set():
             try:
+                self._report(lost)
+                lost = []
                 session = self._client._transport.session  # noqa: SLF001 - a part of the client
                 if session is not None:
                     self._read(session)
                 if time.monotonic() - self._seen_at > self._gone_seconds:
-                    self._report(self._follower.lost())
+                    lost = self._follower.lost()
             except Exception as error:  # noqa: BLE001 - the thread must go on, or a router would be misled for ever
+                lost = [*lost, *self._follower.lost()]  # the next stream begins with a replay
                 if not self._closing.is_set():
-                    self._on_error(f"the events of the server cannot be read: {error!r}")
-                self._report(self._follower.lost())  # the next stream begins with a replay
+                    with contextlib.suppress(Exception):
+                        self._on_error(f"the events of the server cannot be read: {error!r}")
             self._closing.wait(_RETRY_SECONDS)
 
     def _read(self, session: ClientSession) -> None:
