@@ -37,16 +37,18 @@ class BlockIndex:
     """
 
     def __init__(self) -> None:
+        self.is_reachable = True
+        """If false, no block counts: engines cannot load blocks from a server that is away."""
         self._blocks: dict[_Name, _Block] = {}
         self._children: dict[_Child, _Hash] = {}
         self._sizes: dict[str, set[int]] = {}
         """Numbers of tokens of a block, per tree."""
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._blocks) if self.is_reachable else 0
 
     def clear(self) -> None:
-        """Forgets all blocks, because the server has gone or was restarted."""
+        """Forgets all blocks, because the server was restarted or messages are lost."""
         self._blocks.clear()
         self._children.clear()
         self._sizes.clear()
@@ -65,7 +67,7 @@ class BlockIndex:
 
     def match(self, tokens: Sequence[int], model: str) -> int:
         """Returns how many leading tokens of a prompt the host has for a model or adapter."""
-        return max(self._match(tokens, name) for name in (model, ""))
+        return max(self._match(tokens, name) for name in (model, "")) if self.is_reachable else 0
 
     def _match(self, tokens: Sequence[int], name: str) -> int:
         longest = 0

@@ -118,7 +118,7 @@ class ZmqSocket:
                         return
                     self._publish(*frames)
                 if self._router is not None and self._router in ready:
-                    self._take_request(self._router.recv_multipart())
+                    self._take_request(self._router, self._router.recv_multipart())
                 if self._router is not None and self._replays:
                     self._repeat(self._router)
             except zmq.ContextTerminated:
@@ -137,10 +137,18 @@ class ZmqSocket:
             self._first += 1
         self._publisher.send_multipart([topic, number.to_bytes(_SEQUENCE_BYTES, "big"), payload])
 
-    def _take_request(self, frames: list[bytes]) -> None:
-        """Begins a replay: the frames are client, an empty frame, and the first sequence."""
-        if len(frames) == 3 and len(frames[2]) == _SEQUENCE_BYTES and len(self._replays) < _MAX_REPLAYS:
+    def _take_request(self, router: Any, frames: list[bytes]) -> None:
+        """Begins a replay: the frames are client, an empty frame, and the first sequence.
+
+        If there are too many replays, the client gets the end of a replay without messages.
+        """
+        if len(frames) != 3 or len(frames[2]) != _SEQUENCE_BYTES:
+            return
+        if frames[0] in self._replays or len(self._replays) < _MAX_REPLAYS:
             self._replays[frames[0]] = int.from_bytes(frames[2], "big")
+            return
+        with contextlib.suppress(self._zmq.ZMQError):  # the client has gone
+            router.send_multipart([frames[0], b"", b"", _END, b""], self._zmq.NOBLOCK)
 
     def _repeat(self, router: Any) -> None:
         for client, wanted in list(self._replays.items()):
