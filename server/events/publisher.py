@@ -126,10 +126,10 @@ class EventPublisher:
 
     async def _send_changes(self) -> None:
         while True:
-            await self._changed.wait()
             self._changed.clear()
             while await self._send_round():
                 pass
+            await self._changed.wait()
 
     async def _send_round(self) -> bool:
         """Sends the next messages of each topic; returns whether there were any.

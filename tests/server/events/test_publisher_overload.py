@@ -65,9 +65,13 @@ class Readers:
         self.on_message: Callable[[], object] = lambda: None
         self.accepts = asyncio.Event()
         self.accepts.set()
+        self.failures = 0
 
     async def send(self, topic: bytes, payload: bytes) -> None:
         await self.accepts.wait()
+        if self.failures:
+            self.failures -= 1
+            raise OSError
         known = self.known.setdefault(topic, set())
         for event in msgspec.msgpack.decode(payload)[1]:
             names = {(event["medium"], each) for each in event["block_hashes"]}
@@ -133,6 +137,7 @@ def small_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "RUN_KEYS", 8)
     monkeypatch.setattr(event_log, "MAX_KEYS", 64)
     monkeypatch.setattr(publisher_module, "_TOPICS_SECONDS", 0.01)
+    monkeypatch.setattr(publisher_module, "_RETRY_SECONDS", 0.01)
 
 
 async def test_a_busy_server_publishes_each_block_once() -> None:
@@ -203,3 +208,17 @@ async def test_an_engine_that_comes_back_while_its_topic_ends() -> None:
         await asyncio.sleep(0.05)
         site.tier.store(key_of(5000))
         await site.wait_for_readers()
+
+
+async def test_a_message_that_fails_is_sent_again() -> None:
+    """B6.10 Unless its blocks have changed back meanwhile."""
+    async with publishing() as site:
+        site.tier.store(*KEPT)
+        site.readers.failures = 3
+        site.engines = ["a:1", "b:1"]
+        await site.wait_for_readers()
+        site.readers.failures = 2
+        for key in KEPT[:40]:
+            site.tier.remove(key)
+        await site.wait_for_readers()
+        assert max(site.readers.stored.values()) == 1
