@@ -185,6 +185,15 @@ class ServerProcess:
                 return status
         raise AssertionError(f"still {status}")
 
+    def wait_for_stored(self, blocks: int) -> None:
+        """Waits until the first lower tier has written this number of blocks: SIGKILL keeps them."""
+
+        def are_stored(status: admin_pb2.GetStatusResponse) -> bool:
+            tier = status.tiers[1]
+            return tier.blocks == blocks and not tier.jobs and not tier.queued_bytes
+
+        self.wait_for(are_stored)
+
     def own_bytes(self) -> int:
         """Its resident memory without the shared region."""
         return own_bytes(self.pid)
