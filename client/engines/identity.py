@@ -10,7 +10,17 @@ from pathlib import Path
 
 from .. import Namespace
 
-__all__ = ["fingerprint_of", "identify_weights", "namespace_digest", "weight_files", "with_weights_version"]
+__all__ = [
+    "ADAPTER_CONFIG",
+    "adapter_folder",
+    "fingerprint_of",
+    "identify_weights",
+    "namespace_digest",
+    "weight_files",
+    "with_weights_version",
+]
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 _SAMPLE_BYTES = 4096
@@ -53,6 +63,27 @@ def identify_weights(model: str, revision: str, commit: str | None = None) -> st
     if commit is not None:
         return f"commit {commit}"
     return f"revision {revision}" if revision else ""
+
+
+def adapter_folder(path: str) -> Path:
+    """Returns the local folder of a LoRA adapter, also of one that was loaded from a model hub.
+
+    Raises OSError if the folder does not exist or has no weights.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            config = try_to_load_from_cache(path, ADAPTER_CONFIG)
+        except ValueError:  # neither a folder nor a name in a hub
+            config = None
+        if not isinstance(config, str):
+            raise FileNotFoundError(f"no folder {path!r}")
+        folder = Path(config).parent
+    if all(file.name == ADAPTER_CONFIG for file in weight_files(folder, ADAPTER_CONFIG)):
+        raise FileNotFoundError(f"no weights in {folder}")
+    return folder
 
 
 def weight_files(directory: Path, config: str) -> list[Path]:

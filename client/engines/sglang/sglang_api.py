@@ -14,7 +14,7 @@ __all__ = [
     "PoolTransferResult",
     "StorageMetrics",
     "agree",
-    "get_server_args",
+    "engine_settings",
     "is_split_by_heads",
     "logger",
     "sglang_version",
@@ -23,9 +23,10 @@ __all__ = [
 SUPPORTED = "0.5.23"
 
 try:
+    from sglang.srt.arg_groups.arg_utils import namespace_of
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
     from sglang.srt.observability.metrics_collector import StorageMetrics
-    from sglang.srt.runtime_context import get_parallel, get_server_args
+    from sglang.srt.runtime_context import get_context, get_parallel
     from sglang.version import __version__ as sglang_version
 except ImportError as error:
     raise ImportError(f"kvtier.client.engines.sglang runs inside SGLang {SUPPORTED}: {error}") from error
@@ -34,6 +35,19 @@ logger = logging.getLogger("sglang." + __name__)
 
 if not sglang_version.startswith(SUPPORTED):
     logger.warning("kvtier: tested with SGLang %s; this is %s", SUPPORTED, sglang_version)
+
+
+def engine_settings() -> dict[str, dict[str, Any]]:
+    """Returns the engine's arguments as resolved now, by SGLang's groups: "model", "exec.moe" etc.
+
+    ServerArgs itself has what the operator gave: `device` can be None, and an adapter a string.
+    """
+    context = get_context()
+    groups = namespace_of(type(context.server_args))
+    settings: dict[str, dict[str, Any]] = {}
+    for name, value in context.resolved_server_args_dict().items():
+        settings.setdefault(groups.get(name, ""), {})[name] = value
+    return settings
 
 
 def agree(text: str, ranks: int) -> str:

@@ -26,7 +26,7 @@ from .sglang_api import (
     PoolTransferResult,
     StorageMetrics,
     agree,
-    get_server_args,
+    engine_settings,
     logger,
 )
 from .stats import TransferStats
@@ -100,7 +100,7 @@ class KVTierStorage(HiCacheStorage):
         version = self._settings.weights_version
         if self._clears:
             version = f"{version}/{self._name}/{self._clears}"
-        spaces = build_spaces(self._config, get_server_args(), self._settings, pools, version)
+        spaces = build_spaces(self._config, engine_settings(), self._settings, pools, version)
         links = {}
         for space in spaces:
             client = self._client_of(space)

@@ -23,13 +23,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..identity import fingerprint_of, weight_files
+from ..identity import ADAPTER_CONFIG, adapter_folder, fingerprint_of, weight_files
 from .background import RateLimitedLog
 
 __all__ = ["LoraAdapters"]
 
 _TAG_BYTES = 16
-_CONFIG = "adapter_config.json"
 
 _Stamp = tuple[tuple[str, int, int, int], ...]
 _Identity = tuple[str, str, _Stamp, str]
@@ -89,11 +88,11 @@ class LoraAdapters:
     def _identify(self, adapter: Any) -> _Identity | None:
         name, path = str(adapter.lora_name), str(adapter.lora_path)
         try:
-            folder = _folder_of(path)
-            stamp = tuple((file.name, *_stamp(file)) for file in weight_files(folder, _CONFIG))
+            folder = adapter_folder(path)
+            stamp = tuple((file.name, *_stamp(file)) for file in weight_files(folder, ADAPTER_CONFIG))
             known = self._fingerprints.get(path)
             if known is None or known[0] != stamp:
-                known = self._fingerprints[path] = (stamp, fingerprint_of(folder, _CONFIG))
+                known = self._fingerprints[path] = (stamp, fingerprint_of(folder, ADAPTER_CONFIG))
         except OSError as error:
             self._refuse(name, f"its files cannot be read: {error}")
             return None
@@ -110,24 +109,3 @@ class LoraAdapters:
 def _stamp(file: Path) -> tuple[int, int, int]:
     status = file.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino
-
-
-def _folder_of(path: str) -> Path:
-    """Returns the local folder of an adapter, also of one that vLLM loaded from a model hub.
-
-    Raises OSError if the folder does not exist or has no weights.
-    """
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        try:
-            config = try_to_load_from_cache(path, _CONFIG)
-        except ValueError:  # neither a folder nor a name in a hub
-            config = None
-        if not isinstance(config, str):
-            raise FileNotFoundError(f"no folder {path!r}")
-        folder = Path(config).parent
-    if all(file.name == _CONFIG for file in weight_files(folder, _CONFIG)):
-        raise FileNotFoundError(f"no weights in {folder}")
-    return folder

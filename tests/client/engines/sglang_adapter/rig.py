@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -88,12 +86,14 @@ def page_of(pool: Any, page: int) -> bytes:
 def attach(
     endpoint: str,
     *pools: Any,
-    model: Path | None = None,
     extra: Mapping[str, Any] | None = None,
-    arguments: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, Mapping[str, Any]] | None = None,
     **config: Any,
 ) -> Iterator[KVTierStorage]:
-    """A storage to which SGLang has registered these pools: the first is that of the KV."""
+    """A storage to which SGLang has registered these pools: the first is that of the KV.
+
+    `arguments`: arguments of the engine by SGLang's groups.
+    """
     settings = {
         "tp_rank": 0,
         "tp_size": 1,
@@ -108,17 +108,16 @@ def attach(
         "extra_config": extra_config(**{"endpoint": endpoint, **(extra or {})}),
         **config,
     }
-    given = SimpleNamespace(
-        **{
-            "model_path": str(model or "tiny"),
-            "revision": "" if model else "a" * 40,
-            "device": "cpu",
-            **(arguments or {}),
-        }
-    )
+    given: dict[str, dict[str, Any]] = {
+        "model": {"model_path": "tiny", "revision": "a" * 40},
+        "device": {"device": "cpu"},
+        "lora": {"lora_paths": []},
+    }
+    for group, values in (arguments or {}).items():
+        given.setdefault(group, {}).update(values)
     long = Timeouts(connect=60, call=60, transfer=60)
     with (
-        mock.patch.object(storage, "get_server_args", return_value=given),
+        mock.patch.object(storage, "engine_settings", return_value=given),
         mock.patch.object(storage, "agree", lambda text, ranks: text if ranks == 1 else "agreed"),
         mock.patch.object(storage, "Timeouts", return_value=long),
         contextlib.closing(KVTierStorage(HiCacheStorageConfig(**settings), {})) as attached,

@@ -232,6 +232,8 @@ MODULES: dict[str, dict[str, Any]] = {
     "sglang": {},
     "sglang.version": {"__version__": "0.5.23"},
     "sglang.srt": {},
+    "sglang.srt.arg_groups": {},
+    "sglang.srt.arg_groups.arg_utils": {"namespace_of": _no_engine},
     "sglang.srt.mem_cache": {},
     "sglang.srt.mem_cache.hicache_storage": {
         kind.__name__: kind
@@ -243,7 +245,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "sglang.srt.mem_cache.pool_host.mha": {"MHATokenToKVPoolHost": MHATokenToKVPoolHost},
     "sglang.srt.observability": {},
     "sglang.srt.observability.metrics_collector": {"StorageMetrics": StorageMetrics},
-    "sglang.srt.runtime_context": {"get_parallel": _no_engine, "get_server_args": _no_engine},
+    "sglang.srt.runtime_context": {"get_parallel": _no_engine, "get_context": _no_engine},
 }
 
 

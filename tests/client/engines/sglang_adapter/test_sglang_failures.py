@@ -128,7 +128,7 @@ def test_a_defect_is_a_miss(server: ServerProcess, caplog: pytest.LogCaptureFixt
     ("options", "reason"),
     [
         ({"attn_cp_size": 2}, "context parallelism"),
-        ({"arguments": {"revision": "", "model_path": "no/such-model"}}, "cannot identify the weights"),
+        ({"arguments": {"model": {"revision": "", "model_path": "no/such-model"}}}, "cannot identify the weights"),
         ({"is_mla_model": True}, "draft model of another kind"),
     ],
 )

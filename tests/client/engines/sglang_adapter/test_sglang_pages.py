@@ -101,8 +101,8 @@ def test_other_formats_are_other_blocks(server: ServerProcess) -> None:
         (kv_pool(), {"model_name": "other"}),
         (kv_pool(), {"extra": {"tenant": "other"}}),
         (kv_pool(), {"extra": {"weights_version": "2"}}),
-        (kv_pool(), {"arguments": {"kv_cache_dtype": "fp8_e4m3"}}),
-        (kv_pool(), {"arguments": {"revision": "b" * 40}}),
+        (kv_pool(), {"arguments": {"model": {"kv_cache_dtype": "fp8_e4m3"}}}),
+        (kv_pool(), {"arguments": {"model": {"revision": "b" * 40}}}),
         (kv_pool(), {"pp_size": 2, "pp_rank": 1}),
     ):
         with attach(server.endpoint, pool, **options) as other:
