@@ -194,7 +194,7 @@ CLIENT_FAULTS = (
     Fault(
         "a clear of SGLang's storage changes nothing",
         _SGLANG + "storage.py",
-        "        self._clears += 1\n",
+        "        KVTierStorage._clears += 1\n",
         "",
     ),
     Fault(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,6 +43,10 @@ class KVTierStorage(HiCacheStorage):
     `StorageConfig` lists `--hicache-storage-backend-extra-config`.
     """
 
+    _clears: ClassVar[int] = 0
+    """Clears in this process. SGLang can attach another storage later, and the weights that the
+    engine then has are probably not those of the model's files."""
+
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         """Called on all ranks when SGLang attaches the back end. Raises ValueError for settings."""
         self.log = RateLimitedWarnings(logger)
@@ -55,7 +59,6 @@ class KVTierStorage(HiCacheStorage):
         self._open = False
         # All ranks must clear into the same namespace. Other engines must not use this namespace.
         self._name = agree(uuid.uuid4().hex, storage_config.tp_size)
-        self._clears = 0
 
     # ---- host pools
 
@@ -203,7 +206,8 @@ class KVTierStorage(HiCacheStorage):
 
         The engine then uses a namespace of its own, so it finds nothing that was stored before, in
         any tier. Other engines may use the earlier namespace, so its blocks stay. Blocks of an
-        earlier namespace of this engine are removed.
+        earlier namespace of this engine are removed. A storage that SGLang attaches later to this
+        engine also has a namespace of its own.
         """
         if self._clears:
             for client in self._clients:
@@ -211,7 +215,7 @@ class KVTierStorage(HiCacheStorage):
                     client.reset(retire=True)
                 except KVTierError as error:
                     logger.warning("kvtier: blocks of the cleared namespace are left to eviction: %s", error)
-        self._clears += 1
+        KVTierStorage._clears += 1
         self._connect()
 
     def get_stats(self) -> StorageMetrics | None:

@@ -23,6 +23,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.sglang)
 
 
+@pytest.fixture(autouse=True)
+def no_clears(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test is a process of its own, in which no storage was cleared."""
+    from kvtier.client.engines.sglang import KVTierStorage
+
+    monkeypatch.setattr(KVTierStorage, "_clears", 0)
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
     """A running server with a tier on disk."""

@@ -9,7 +9,7 @@ from harness.polling import wait_until
 from harness.server_process import ServerProcess
 from rig import LAYOUTS, PAGE, attach, hashes, kv_pool, latent_pool, page_of, rows
 
-from kvtier.client.engines.sglang import links
+from kvtier.client.engines.sglang import KVTierStorage, links
 
 KEYS = hashes("prompt", 6)
 
@@ -152,6 +152,22 @@ def test_clearing_hides_all_tiers(server: ServerProcess) -> None:
             assert storage.batch_exists(KEYS) == 6
         assert other.batch_exists(KEYS) == 6
         wait_until(lambda: len(server.status().sessions) == 2)
+
+
+def test_an_attach_after_a_clear_is_private(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has cleared never again uses the namespace of the model's files."""
+    with attach(server.endpoint, kv_pool(seed=1)) as storage:
+        storage.batch_set_v1(KEYS, rows(*range(6)))
+        storage.clear()
+        storage.batch_set_v1(KEYS, rows(*range(6)))
+    for _ in range(2):
+        with attach(server.endpoint, kv_pool(seed=1)) as attached:
+            assert attached.batch_exists(KEYS) == 0
+            assert all(attached.batch_set_v1(KEYS, rows(*range(6))))
+            assert attached.batch_exists(KEYS) == 6
+    monkeypatch.setattr(KVTierStorage, "_clears", 0)
+    with attach(server.endpoint, kv_pool()) as restarted:
+        assert restarted.batch_exists(KEYS) == 6
 
 
 def test_sglang_gets_its_statistics(server: ServerProcess) -> None:
