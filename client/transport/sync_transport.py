@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import grpc
@@ -86,12 +87,13 @@ class GrpcTransport:
         return None
 
     def _call(self, method: str, request: Message, timeout: float) -> Any:
-        session = self._connection.session
+        session, deadline = self._connection.session, time.monotonic() + timeout
         if session is not None and session.calls is not None:
             answer = session.calls.call(method, serialize(request), timeout)
             if answer is not None:
                 return response_of(method, answer)
-        return self._calls[method](request, timeout=timeout)
+        # The attempt to connect to the socket has taken a part of the time.
+        return self._calls[method](request, timeout=max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         self._closed = True

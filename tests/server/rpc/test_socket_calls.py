@@ -26,7 +26,8 @@ from harness.raw import RawSession, RawSocket
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import AsyncClient, Client
-from kvtier.client.errors import DeadlineExceeded, InvalidRequest, LimitExceeded, Unavailable
+from kvtier.client.errors import DeadlineExceeded, InvalidRequest, LimitExceeded, NotConnected, Unavailable
+from kvtier.client.session import socket_calls
 from kvtier.client.session.socket_calls import MAX_IDLE
 from kvtier.client.timeouts import Timeouts
 from kvtier.protos.v1 import cache_pb2, common_pb2
@@ -333,6 +334,30 @@ def test_calls_to_a_hanging_server_end_at_their_deadline(tmp_path: Path) -> None
                     client.touch()
                 assert time.monotonic() - began < 25
             server.resume()
+
+
+def test_grpc_gets_the_time_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no connection to the socket is accepted in time, the call over gRPC has the rest."""
+    timeouts: list[float] = []
+
+    def refuse(_: object, timeout: float) -> None:
+        timeouts.append(timeout)
+        raise NotConnected("not over gRPC")
+
+    with (
+        ServerProcess(tmp_path).start() as server,
+        Client(server.endpoint, namespace=NAMESPACE, timeouts=Timeouts(call=20.0), transport="shm") as client,
+    ):
+        client.wait_until_connected(60)
+        transport: Any = client._transport
+        transport.session.calls._idle.pop().close()
+        transport._calls = dict.fromkeys(transport._calls, refuse)
+        monkeypatch.setattr(socket_calls, "_CONNECT_SECONDS", 0.5)
+        server.suspend()
+        with pytest.raises(NotConnected):
+            client.touch()
+        server.resume()
+    assert [timeout < 20.0 - 0.4 for timeout in timeouts] == [True]
 
 
 def test_idle_connections_are_closed(tmp_path: Path) -> None:
