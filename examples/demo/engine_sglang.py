@@ -34,7 +34,6 @@ def main() -> None:
         "class_name": "KVTierStorage",
         "interface_v1": 1,
         "endpoint": job["endpoint"],
-        "load_timeout_s": job["wait_seconds"],
     }
     engine = sglang.Engine(
         model_path=job["model"],

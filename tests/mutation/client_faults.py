@@ -192,6 +192,18 @@ CLIENT_FAULTS = (
         "}",
     ),
     Fault(
+        "calls by SGLang do not end while the server hangs",
+        _SGLANG + "deadlines.py",
+        "timeout=min(effect.timeout, self._deadline.left())",
+        "timeout=effect.timeout",
+    ),
+    Fault(
+        "a retrained LoRA adapter of SGLang keeps its pages",
+        _SGLANG + "namespaces.py",
+        "fingerprint_of(adapter_folder(path), ADAPTER_CONFIG)",
+        "str(adapter_folder(path))",
+    ),
+    Fault(
         "a clear of SGLang's storage changes nothing",
         _SGLANG + "storage.py",
         "        KVTierStorage._clears += 1\n",

@@ -1,7 +1,7 @@
 """Calls to the server for the pages of one host pool.
 
-SGLang's threads make these calls: one looks up, one loads, one stores. Each call ends within its
-deadline. A failure is logged, and the pages are misses or are not stored.
+SGLang's threads make these calls: one looks up, one loads, one stores. Each call ends by the
+thread's deadline (`deadlines`). A failure is logged, and the pages are misses or are not stored.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from itertools import accumulate
 import torch
 
 from ....cuda.host.copy import copy_batch
-from ... import Client, KeyStatus, KVTierError, Lease, StoreStatus, make_key
+from ... import KeyStatus, KVTierError, Lease, StoreStatus, make_key
 from ..failures import RateLimitedWarnings
+from .deadlines import COPY_SECONDS, DeadlineClient
 from .found_pages import LEASE_SECONDS, FoundPages, LeasedPages
 from .pools import HostPool
 from .stats import TransferStats
@@ -34,7 +35,7 @@ class PoolLink:
         self,
         pool: HostPool,
         group: int,
-        client: Client,
+        client: DeadlineClient,
         settings: StorageConfig,
         stats: TransferStats,
         log: RateLimitedWarnings,
@@ -110,7 +111,7 @@ class PoolLink:
             lease = self._client.lookup(keys, prefix=prefix, lease=LEASE_SECONDS)
             if KeyStatus.RETRY in lease.statuses:  # a shared tier has not answered yet
                 lease.release()
-                wait = self._settings.lookup_timeout_s
+                wait = self._wait(self._settings.lookup_timeout_s)
                 lease = self._client.lookup(keys, prefix=prefix, lease=LEASE_SECONDS, wait=wait)
         except KVTierError as error:
             self._log.warn("lookup", f"a lookup failed, so its pages are computed: {error}")
@@ -127,16 +128,24 @@ class PoolLink:
         leased = self._found.take(keys)
         if leased is not None:
             return leased
-        wait = self._settings.load_timeout_s
+        wait = self._wait(self._settings.load_timeout_s)
         lease: Lease = self._client.lookup(keys, lease=LEASE_SECONDS + wait, wait=wait)
         return LeasedPages(lease, range(lease.prefix_hits), last=True)
+
+    def _wait(self, longest: float) -> float:
+        """Returns the seconds to wait for tiers. Raises DeadlineExceeded."""
+        return max(0.0, min(longest, self._client.deadline.left() - COPY_SECONDS))
 
     def _pieces(self, address: int, offsets: Sequence[int]) -> list[int]:
         """Returns the addresses of the pieces of the parts at these offsets."""
         return [address + offset + start for offset in offsets for start in self._starts]
 
     def _batches(self, pages: int) -> Iterator[tuple[int, int]]:
-        """Yields ranges of at most _BATCH_BYTES (or one page) and the server's maximum of keys."""
+        """Yields ranges of at most _BATCH_BYTES (or one page) and the server's maximum of keys.
+
+        Raises DeadlineExceeded when no time is left for the next range.
+        """
         most = min(max(1, _BATCH_BYTES // self._pool.part_bytes), self._client.max_keys or pages or 1)
         for first in range(0, pages, most):
+            self._client.deadline.left()
             yield first, min(first + most, pages)

@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from ... import Client, InvalidRequest, KVTierError, Timeouts
+from ... import InvalidRequest, KVTierError, Timeouts
 from ..failures import RateLimitedWarnings, Unsupported, never_raises
 from ..identity import namespace_digest
+from .deadlines import CALL_SECONDS, Deadline, DeadlineClient, ends_in_time
 from .found_pages import Window, restorable_prefixes
 from .links import PoolLink
 from .namespaces import Space, build_spaces
@@ -43,6 +44,8 @@ class KVTierStorage(HiCacheStorage):
     `StorageConfig` lists `--hicache-storage-backend-extra-config`.
     """
 
+    call_seconds = CALL_SECONDS
+
     _clears: ClassVar[int] = 0
     """Clears in this process. SGLang can attach another storage later, and the weights that the
     engine then has are probably not those of the model's files."""
@@ -50,11 +53,12 @@ class KVTierStorage(HiCacheStorage):
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         """Called on all ranks when SGLang attaches the back end. Raises ValueError for settings."""
         self.log = RateLimitedWarnings(logger)
+        self.deadline = Deadline()
         self._config = storage_config
         self._settings = StorageConfig.parse(storage_config.extra_config or {}, logger.warning)
         self._stats = TransferStats(enabled=storage_config.enable_storage_metrics)
         self._pools: dict[str, Any] = {}
-        self._clients: list[Client] = []
+        self._clients: list[DeadlineClient] = []
         self._links: dict[str, PoolLink] = {}
         self._open = False
         # All ranks must clear into the same namespace. Other engines must not use this namespace.
@@ -117,29 +121,33 @@ class KVTierStorage(HiCacheStorage):
             )
         self._links = links
 
-    def _client_of(self, space: Space) -> Client:
-        return Client(
+    def _client_of(self, space: Space) -> DeadlineClient:
+        return DeadlineClient(
             self._settings.endpoint,
+            self.deadline,
             namespace=space.namespace,
             name="sglang",
             rank=space.rank,
             transport=self._settings.transport,
-            timeouts=Timeouts(transfer=self._settings.load_timeout_s),
+            timeouts=Timeouts(transfer=self.call_seconds),
             credentials=self._settings.credentials,
         )
 
     # ---- pages of the KV
 
     @never_raises(lambda: 0)
+    @ends_in_time
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Called per request, on a thread for lookups. Ranks then agree on the smallest number."""
         link = self._links.get(KV)
         return link.find(keys) if link is not None and keys else 0
 
+    @ends_in_time
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Called after `batch_exists`, on a thread for loads, with some or all of these pages."""
         return self._load(KV, keys, host_indices)
 
+    @ends_in_time
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Called on a thread for stores. If one page is not stored, SGLang stores none after it."""
         return self._store(KV, keys, host_indices)
@@ -164,6 +172,7 @@ class KVTierStorage(HiCacheStorage):
     # ---- pages of all pools of a hybrid model
 
     @never_raises(PoolTransferResult.empty)
+    @ends_in_time
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
@@ -190,10 +199,12 @@ class KVTierStorage(HiCacheStorage):
         hits = {name: pages for name, pages in found.items() if pages}
         return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
 
+    @ends_in_time
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Called after `batch_exists_v2`, and after the KV has been loaded."""
         return {each.name: self._load(str(each.name), each.keys or [], each.host_indices) for each in transfers}
 
+    @ends_in_time
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Called before the same pages of the KV are stored."""
         return {each.name: self._store(str(each.name), each.keys or [], each.host_indices) for each in transfers}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from harness.polling import wait_until
@@ -13,9 +15,11 @@ from harness.server_process import ServerProcess
 from rig import attach, extra_config, hashes, kv_pool, page_of, rows
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult
 
-from kvtier.client.engines.sglang import links, storage
+from kvtier.client import DeadlineExceeded
+from kvtier.client.effects import Call
+from kvtier.client.engines.sglang import deadlines, links, storage
+from kvtier.client.engines.sglang.deadlines import CALL_SECONDS, Deadline, DeadlineTransport
 from kvtier.client.engines.sglang.storage_config import StorageConfig
-from kvtier.client.timeouts import Timeouts
 
 KEYS = hashes("prompt", 6)
 ALL = rows(*range(6))
@@ -88,20 +92,69 @@ def test_a_server_that_dies_during_a_copy(server: ServerProcess, monkeypatch: py
             assert attached.batch_set_v1(KEYS[3:], rows(3, 4, 5)) == [False] * 3
 
 
-def test_a_server_that_hangs_ends_in_time(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call to a silent server ends with its deadline."""
-    with attach(server.endpoint, kv_pool(seed=1), extra={"load_timeout_s": 0.1}) as attached:
-        monkeypatch.setattr(storage, "Timeouts", lambda **_: Timeouts(connect=60, call=0.3, transfer=0.3))
-        attached.clear()
-        wait_until(lambda: all(attached.batch_set_v1(KEYS, ALL)))
+def test_calls_to_a_server_that_hangs_end_in_time(server: ServerProcess) -> None:
+    """SGLang ends itself if a thread of its storage does not end within 10 s."""
+    found: list[Any] = []
+
+    def call(attached: storage.KVTierStorage) -> None:
+        found.append(attached.batch_get_v1(KEYS, ALL))
+        found.append(attached.batch_exists(KEYS))
+        found.append(attached.batch_set_v1(KEYS, ALL))
+
+    with attach(server.endpoint, kv_pool(seed=1)) as attached:
+        assert all(attached.batch_set_v1(KEYS, ALL))
+        attached.call_seconds = 1.0
         server.suspend()
         try:
-            begun = time.monotonic()
-            assert attached.batch_exists(KEYS) == 0
-            assert attached.batch_get_v1(KEYS, ALL) == [False] * 6
-            assert time.monotonic() - begun < 30
+            thread = threading.Thread(target=call, args=(attached,), daemon=True)
+            thread.start()
+            thread.join(10)
+            assert found == [[False] * 6, 0, [False] * 6]
         finally:
             server.resume()
+
+
+def test_two_calls_end_in_time() -> None:
+    """A load thread of SGLang can make two calls after it was told to stop."""
+    assert 2 * CALL_SECONDS < 10
+
+
+@pytest.mark.parametrize("way", ["load", "store"])
+def test_what_is_copied_in_time_counts(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """A call that takes too long ends after the copy in progress, whose pages do not count."""
+    now = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    copy = links.copy_batch
+
+    def slow_copy(*batch: Any) -> None:
+        nonlocal now
+        copy(*batch)
+        now += 3.0
+
+    monkeypatch.setattr(links, "_BATCH_BYTES", 1)
+    with attach(server.endpoint, kv_pool(seed=1)) as attached:
+        assert way == "store" or all(attached.batch_set_v1(KEYS, ALL))
+        attached.call_seconds = 7.0
+        monkeypatch.setattr(deadlines, "time", clock)
+        monkeypatch.setattr(links, "copy_batch", slow_copy)
+        move = attached.batch_get_v1 if way == "load" else attached.batch_set_v1
+        assert move(KEYS, ALL) == [True, True, False, False, False, False]
+
+
+def test_the_server_gets_the_time_that_is_left() -> None:
+    """The first effect of a call has its own time-out, the next the rest, and then none begins."""
+    transport = mock.Mock()
+    deadline = Deadline()
+    bounded = DeadlineTransport(transport, deadline)
+    with deadline.within(1000):
+        bounded.perform(Call("first", None, 2.0))
+        bounded.perform(Call("second", None, 5000.0))
+        with deadline.within(0), pytest.raises(DeadlineExceeded):
+            bounded.perform(Call("third", None, 2.0))
+    bounded.perform(Call("no deadline", None, 5000.0))
+    timeouts = {call.args[0].method: call.args[0].timeout for call in transport.perform.call_args_list}
+    assert timeouts.pop("second") <= 1000
+    assert timeouts == {"first": 2.0, "no deadline": 5000.0}
 
 
 def test_one_warning_for_many_failures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -160,7 +213,7 @@ def test_a_pool_without_addresses_is_disabled(server: ServerProcess, caplog: pyt
         ({"transport": "cuda_ipc"}, "transport must not be cuda_ipc"),
         ({"transport": "carrier pigeon"}, "transport must be one of"),
         ({"lookup_timeout_s": -1}, "lookup_timeout_s must be a number from 0 to 60"),
-        ({"load_timeout_s": "long"}, "load_timeout_s must be a number from 0.1 to 600"),
+        ({"load_timeout_s": "long"}, "load_timeout_s must be a number from 0.1 to 60"),
         ({"model_name": 1}, "model_name must be a string"),
         ({"tenant": None}, "tenant must be a string"),
     ],
@@ -173,7 +226,17 @@ def test_wrong_settings_end_the_start(setting: dict[str, Any], message: str) -> 
 
 def test_unknown_settings_are_named(caplog: pytest.LogCaptureFixture) -> None:
     """A misspelt setting is ignored, with a hint; settings of SGLang are no mistake."""
-    StorageConfig.parse(extra_config(allocator="shm", load_timout_s=3), logging.getLogger().warning)
+    config = extra_config(allocator="shm", load_timout_s=3) | {"lookup_timeout_s": 1, "load_timeout_s": 3}
+    StorageConfig.parse(config, logging.getLogger().warning)
     (record,) = caplog.records
     assert "unknown key 'load_timout_s' in hicache_storage_backend_extra_config is ignored" in record.message
     assert record.message.endswith("did you mean 'load_timeout_s'?")
+
+
+@pytest.mark.parametrize("setting", ["lookup_timeout_s", "load_timeout_s"])
+def test_no_wait_is_longer_than_a_call(setting: str) -> None:
+    """SGLang's limit applies to all settings."""
+    config = extra_config(lookup_timeout_s=1, load_timeout_s=3)
+    StorageConfig.parse(config, logging.getLogger().warning)
+    with pytest.raises(ValueError, match=f"{setting} must be a number from .* to 3, not 3.1"):
+        StorageConfig.parse(config | {setting: 3.1}, logging.getLogger().warning)
