@@ -188,7 +188,7 @@ CLIENT_FAULTS = (
     Fault(
         "engines of SGLang with other formats of pages share blocks",
         _SGLANG + "namespaces.py",
-        ', "pools": _digest(members)}',
+        ', "pools": _digest([pool.describe() for pool in members])}',
         "}",
     ),
     Fault(

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +30,43 @@ from .storage_config import StorageConfig
 
 __all__ = ["Space", "build_spaces"]
 
-_SETTINGS = (
-    *("kv_cache_dtype", "quantization", "quantization_param_path", "modelopt_quant", "rl_quant_profile", "load_format"),
-    *("json_model_override_args", "context_length", "attention_backend", "prefill_attention_backend", "model_impl"),
-    *("mamba_ssm_dtype", "speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision"),
+_NEUTRAL_GROUPS = frozenset(
+    {
+        *("device", "disagg", "exec.graph", "exec.offload", "exec.overlap", "memory", "observability", "parallel"),
+        *("schedule", "serving"),
+    }
 )
-"""Arguments of the engine that can change the KV of tokens."""
+"""SGLang's groups of arguments that do not change the KV of tokens, except for _RELEVANT."""
+
+_RELEVANT = frozenset({"enable_hisparse", "enable_torch_compile", "forward_hooks", "hisparse_config", "weight_version"})
+
+_NEUTRAL = frozenset(
+    {
+        # Part of the namespace in another form.
+        *("lora_paths", "model_path", "revision"),
+        # How weights are read, and where they are written to.
+        *("checkpoint_engine_wait_weights_before_ready", "delete_ckpt_after_loading", "download_dir", "model_checksum"),
+        *("engine_info_bootstrap_port", "modelopt_checkpoint_save_path", "modelopt_export_path"),
+        *("remote_instance_weight_loader_send_weights_group_ports", "startup_weight_load_mode", "weight_cache_socket"),
+        *("weight_cache_timeout", "weight_loader_disable_mmap", "weight_loader_drop_cache_after_load"),
+        *("weight_loader_prefetch_checkpoints", "weight_loader_prefetch_num_threads"),
+        # How many adapters and images the engine handles at a time.
+        *("enable_lora", "enable_lora_overlap_loading", "lora_drain_wait_threshold", "lora_eviction_policy"),
+        *("max_loaded_loras", "max_loras_per_batch", "allowed_media_domains", "enable_broadcast_mm_inputs_process"),
+        *("enable_mm_global_cache", "limit_mm_data_per_request", "media_url_max_file_size_mb", "mm_feature_transport"),
+        *("mm_global_cache_backend", "mm_io_worker_num", "mm_preprocess_cache_size_mb", "mm_processor_worker_num"),
+        # Sampling, output and traces.
+        *("enable_custom_logit_processor", "enable_return_hidden_states", "enable_watermark", "spec_trace_dir"),
+        *("watermark_config", "watermark_context_window", "watermark_default_enabled", "watermark_enforce_all"),
+        *("watermark_key", "watermark_key_b", "watermark_max_probability", "watermark_mixing_probability"),
+        # Names of this host's devices, and numbers of its cores.
+        *("kt_cpuinfer", "kt_threadpool_count", "mooncake_ib_device"),
+        # SGLang changes these while it runs.
+        *("speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_num_steps"),
+    }
+)
+"""Arguments in other groups that certainly do not change the KV of tokens. All others count, also
+those of later versions of SGLang."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +93,9 @@ def build_spaces(
     """
     if config.attn_cp_size > 1 or config.dcp_size > 1:
         raise Unsupported("context parallelism is not supported yet")
+    if arguments["parallel"]["enable_kv_cache_sharding"]:
+        # A rank has a stripe of each page, and SGLang stores the pages of some ranks only.
+        raise Unsupported("KV cache sharding is not supported")
     model, revision = str(arguments["model"]["model_path"]), str(arguments["model"]["revision"] or "")
     weights = identify_weights(model, revision)
     if not weights:
@@ -88,7 +124,8 @@ def build_spaces(
             world_size=ranks,
             groups=tuple(Group(pool.part_bytes, page_tokens, pool.name, _kind(pool.name)) for pool in members),
             tenant=settings.tenant,
-            attributes=attributes | {"tensor_parallel_size": str(ranks), "pools": _digest(members)},
+            attributes=attributes
+            | {"tensor_parallel_size": str(ranks), "pools": _digest([pool.describe() for pool in members])},
         )
         namespace = with_weights_version(namespace, version)
         spaces.append(Space(namespace, rank if ranks > 1 else None, tuple(members)))
@@ -121,15 +158,37 @@ def _attributes(arguments: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         device += f" {torch.backends.cpu.get_cpu_capability()}"
     elif torch.cuda.is_available():
         device += f" {torch.cuda.get_device_capability()}"
-    known = {name: value for group in arguments.values() for name, value in group.items()}
-    values = {name: str(known.get(name)) for name in _SETTINGS}
     return {
         # The attention back end defines the format inside a page. It may change between versions.
         "engine": f"sglang {sglang_version}",
         "device": device,
-        "settings": json.dumps(values, sort_keys=True),
+        "settings": _digest(_relevant(arguments)),
     }
 
 
-def _digest(pools: Sequence[HostPool]) -> str:
-    return hashlib.sha256(json.dumps([pool.describe() for pool in pools], sort_keys=True).encode()).hexdigest()
+def _relevant(arguments: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the arguments that can change the KV of tokens. Raises OSError."""
+    return {
+        name: _with_content(value)
+        for group, values in arguments.items()
+        for name, value in values.items()
+        if name in _RELEVANT or not (group in _NEUTRAL_GROUPS or name in _NEUTRAL)
+    }
+
+
+def _with_content(value: Any) -> Any:
+    """Adds the content of a file or folder that an argument names, as it may change in place."""
+    if isinstance(value, str) and os.path.isdir(value):  # noqa: PTH112 - any text, also too long for a path
+        return value, fingerprint_of(Path(value), "config.json")
+    if isinstance(value, str) and os.path.isfile(value):  # noqa: PTH113 - as above
+        with Path(value).open("rb") as file:
+            return value, hashlib.file_digest(file, "sha256").hexdigest()
+    return value
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=_plain).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)

@@ -112,6 +112,7 @@ def attach(
         "model": {"model_path": "tiny", "revision": "a" * 40},
         "device": {"device": "cpu"},
         "lora": {"lora_paths": []},
+        "parallel": {"enable_kv_cache_sharding": False},
     }
     for group, values in (arguments or {}).items():
         given.setdefault(group, {}).update(values)

@@ -183,6 +183,7 @@ def test_a_defect_is_a_miss(server: ServerProcess, caplog: pytest.LogCaptureFixt
         ({"attn_cp_size": 2}, "context parallelism"),
         ({"arguments": {"model": {"revision": "", "model_path": "no/such-model"}}}, "cannot identify the weights"),
         ({"is_mla_model": True}, "draft model of another kind"),
+        ({"arguments": {"parallel": {"enable_kv_cache_sharding": True}}}, "KV cache sharding"),
     ],
 )
 def test_what_is_not_supported_is_disabled(

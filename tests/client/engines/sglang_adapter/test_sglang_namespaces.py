@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,17 @@ from harness.server_process import ServerProcess
 from rig import attach, hashes, kv_pool, rows
 
 KEYS = hashes("prompt", 6)
+
+
+class OrderedSet(set[str]):
+    """A set with a fixed order. Otherwise each process has another one."""
+
+    def __init__(self, order: list[str]) -> None:
+        super().__init__(order)
+        self._order = order
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._order)
 
 
 def adapters(*folders: Path) -> dict[str, Any]:
@@ -43,6 +55,50 @@ def test_a_retrained_adapter_shares_no_pages(server: ServerProcess, tmp_path: Pa
     assert pages_found(server, adapters(one)) == pages_found(server, {}) == 0
     train(one, b"3")
     assert pages_found(server, adapters(one, two)) == 0
+
+
+def test_arguments_that_change_the_kv(server: ServerProcess) -> None:
+    """Each argument counts unless it is known to be neutral, also one of a later SGLang."""
+    store_pages(server, {})
+    for arguments in (
+        {"model": {"dtype": "bfloat16"}},
+        {"model": {"custom_weight_loader": ["package.loader"]}},
+        {"model": {"model_loader_extra_config": '{"key": 1}'}},
+        {"exec.moe": {"kt_method": "AMXINT4"}},
+        {"exec.moe": {"enable_w4a4_mxfp4_megamoe": True}},
+        {"exec.new": {"new": 1}},
+        {"serving": {"weight_version": "2"}},
+    ):
+        assert pages_found(server, arguments) == 0, arguments
+
+
+def test_arguments_that_change_nothing(server: ServerProcess) -> None:
+    """Ports, seeds and sizes can differ between engines, and the order of a set at each start."""
+    modules = [OrderedSet(["q_proj", "k_proj"]), OrderedSet(["k_proj", "q_proj"])]
+    store_pages(server, {"lora": {"lora_target_modules": modules[0]}})
+    for arguments in (
+        {"serving": {"port": 1}},
+        {"device": {"random_seed": 7}},
+        {"parallel": {"nccl_port": 5}},
+        {"observability": {"log_level": "debug"}},
+        {"memory": {"hicache_ratio": 3.0}},
+        {"model": {"download_dir": "/elsewhere"}},
+    ):
+        assert pages_found(server, arguments | {"lora": {"lora_target_modules": modules[1]}}) == 6, arguments
+
+
+def test_files_that_arguments_name(server: ServerProcess, tmp_path: Path) -> None:
+    """A change of a file, or of weights in a folder, changes the namespace."""
+    scales, experts = tmp_path / "scales.json", tmp_path / "experts"
+    experts.mkdir()
+    arguments = {"model": {"quantization_param_path": str(scales)}, "exec.moe": {"kt_weight_path": str(experts)}}
+    for content in (b"1", b"2"):
+        scales.write_bytes(content)
+        assert pages_found(server, arguments) == 0
+        (experts / "0.safetensors").write_bytes(content)
+        assert pages_found(server, arguments) == 0
+        store_pages(server, arguments)
+        assert pages_found(server, arguments) == 6
 
 
 def test_an_unreadable_adapter_disables_the_storage(
