@@ -5,7 +5,7 @@ the engine starts with these replacements, and SGLang's files stay as they are:
 
 - `sgl_kernel` and `timm` are empty modules. SGLang's torch code does not call them.
 - `torch.cpu` gets events and streams that do nothing, because a CPU runs operations in order.
-- Host pools are not pinned, because there is no CUDA runtime.
+- Host pools and tensors of LoRA adapters are not pinned, because there is no CUDA runtime.
 - Two copy kernels between device and host pools become torch copies.
 - Attention with a sliding window reads the rows of the pool for windows. SGLang's torch code reads
   the rows with the numbers of the full pool, so an answer is wrong unless both have the same order.
@@ -15,6 +15,7 @@ the engine starts with these replacements, and SGLang's files stay as they are:
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
@@ -135,6 +136,28 @@ def _pin_nothing(base: ModuleType) -> None:
     base.HostKVCache.__init__ = init
 
 
+class _UnpinnedTorch(ModuleType):
+    """The module `torch` for modules that ask for pinned tensors."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        value = getattr(torch, name)
+        return functools.partial(_call_unpinned, value) if name in {"empty", "tensor", "zeros"} else value
+
+
+def _call_unpinned(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    kwargs.pop("pin_memory", None)
+    return make(*args, **kwargs)
+
+
+def _unpin(lora: ModuleType) -> None:
+    import torch
+
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign,assignment]
+    lora.torch = _UnpinnedTorch("torch")  # type: ignore[attr-defined]
+
+
 def _copy_all_layers(src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
     """Copies rows of the device pools into pages of the host pools, of which there is one or two.
 
@@ -194,6 +217,8 @@ sys.meta_path.insert(
             f"{_POOLS}.mha": _give_copies,
             f"{_POOLS}.mamba": _give_copies,
             "sglang.srt.layers.attention.torch_native_backend": _read_windows,
+            "sglang.srt.lora.layers": _unpin,
+            "sglang.srt.lora.backend.torch_backend": _unpin,
         }
     ),
 )

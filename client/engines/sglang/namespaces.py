@@ -106,7 +106,7 @@ def build_spaces(
         raise Unsupported("latent attention with a draft model of another kind is not supported")
     split = [pool for pool in pools if pool not in shared]
     attributes = _attributes(arguments) | {"weights": weights}
-    if adapters := arguments["lora"]["lora_paths"]:
+    if arguments["lora"]["enable_lora"] and (adapters := arguments["lora"]["lora_paths"]):
         attributes["lora"] = json.dumps(sorted(map(_identify_adapter, adapters)))
     if config.pp_size > 1:
         attributes["pipeline"] = f"{config.pp_rank} of {config.pp_size}"

@@ -111,7 +111,7 @@ def attach(
     given: dict[str, dict[str, Any]] = {
         "model": {"model_path": "tiny", "revision": "a" * 40},
         "device": {"device": "cpu"},
-        "lora": {"lora_paths": []},
+        "lora": {"enable_lora": None, "lora_paths": None},
         "parallel": {"enable_kv_cache_sharding": False},
     }
     for group, values in (arguments or {}).items():

@@ -27,7 +27,7 @@ class OrderedSet(set[str]):
 def adapters(*folders: Path) -> dict[str, Any]:
     """Returns the arguments of an engine that loads these adapters when it starts."""
     paths = [{"lora_id": path.name, "lora_name": path.name, "lora_path": str(path)} for path in folders]
-    return {"lora": {"lora_paths": paths}}
+    return {"lora": {"enable_lora": True, "lora_paths": paths}}
 
 
 def train(folder: Path, content: bytes) -> Path:
@@ -99,6 +99,12 @@ def test_files_that_arguments_name(server: ServerProcess, tmp_path: Path) -> Non
         assert pages_found(server, arguments) == 0
         store_pages(server, arguments)
         assert pages_found(server, arguments) == 6
+
+
+def test_adapters_that_sglang_ignores(server: ServerProcess, tmp_path: Path) -> None:
+    """With `--enable-lora false` SGLang does not even parse the adapters."""
+    store_pages(server, {"lora": {"enable_lora": False, "lora_paths": [f"one={tmp_path}"]}})
+    assert pages_found(server, {}) == 6
 
 
 def test_an_unreadable_adapter_disables_the_storage(
