@@ -56,6 +56,7 @@ _NEUTRAL = frozenset(
         *("enable_mm_global_cache", "limit_mm_data_per_request", "media_url_max_file_size_mb", "mm_feature_transport"),
         *("mm_global_cache_backend", "mm_io_worker_num", "mm_preprocess_cache_size_mb", "mm_processor_worker_num"),
         # Sampling, output and traces.
+        *("disable_outlines_disk_cache", "grammar_backend", "sampling_backend", "sampling_mask_max_tokens"),
         *("enable_custom_logit_processor", "enable_return_hidden_states", "enable_watermark", "spec_trace_dir"),
         *("watermark_config", "watermark_context_window", "watermark_default_enabled", "watermark_enforce_all"),
         *("watermark_key", "watermark_key_b", "watermark_max_probability", "watermark_mixing_probability"),
