@@ -53,7 +53,7 @@ def test_a_server_that_dies_between_lookup_and_load(server: ServerProcess) -> No
     pool = kv_pool()
     with attach(server.endpoint, kv_pool(seed=1)) as ours, attach(server.endpoint, pool) as attached:
         ours.batch_set_v1(KEYS, ALL)
-        server.wait_for(lambda status: status.tiers[1].blocks == 6)
+        server.wait_for_stored(6)
         assert attached.batch_exists(KEYS) == 6
         server.kill()
         assert attached.batch_get_v1(KEYS, ALL) == [False] * 6
@@ -66,7 +66,7 @@ def test_a_lease_of_a_lost_session_is_not_used(server: ServerProcess) -> None:
     """If the server was restarted between lookup and load, the load uses a later lookup."""
     with attach(server.endpoint, kv_pool(seed=1)) as attached:
         attached.batch_set_v1(KEYS, ALL)
-        server.wait_for(lambda status: status.tiers[1].blocks == 6)
+        server.wait_for_stored(6)
         assert attached.batch_exists(KEYS) == 6
         server.restart()
         wait_until(lambda: attached.batch_exists(KEYS) == 6, otherwise=server.status)

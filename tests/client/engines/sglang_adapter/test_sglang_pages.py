@@ -80,7 +80,7 @@ def test_engines_wait_for_pages_on_disk(server: ServerProcess) -> None:
     ours, theirs = kv_pool(seed=1), kv_pool()
     with attach(server.endpoint, ours) as storage:
         storage.batch_set_v1(KEYS, rows(*range(6)))
-        server.wait_for(lambda status: status.tiers[1].blocks == 6)
+        server.wait_for_stored(6)
         server.restart()
         with attach(server.endpoint, theirs) as other:
             assert other.batch_exists(KEYS) == 6
@@ -142,7 +142,7 @@ def test_clearing_hides_all_tiers(server: ServerProcess) -> None:
     pool = kv_pool(seed=1)
     with attach(server.endpoint, pool) as storage, attach(server.endpoint, kv_pool()) as other:
         storage.batch_set_v1(KEYS, rows(*range(6)))
-        server.wait_for(lambda status: status.tiers[1].blocks == 6)
+        server.wait_for_stored(6)
         assert storage.batch_exists(KEYS) == 6
         for _ in range(2):
             storage.clear()
