@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
     header["engine"] = engine_settings(workload)
     show(header, load, conversations, idle, stores)
     if options.json:
-        report.write_json(options.json)
+        report.write_json(options.json, header)
     return conversations.wrong + wrong_steps(idle)
 
 

@@ -186,7 +186,7 @@ class ServerProcess:
         raise AssertionError(f"still {status}")
 
     def wait_for_stored(self, blocks: int) -> None:
-        """Waits until the first lower tier has written this number of blocks: SIGKILL keeps them."""
+        """Waits until the first lower tier has written these blocks, which a SIGKILL then keeps."""
 
         def are_stored(status: admin_pb2.GetStatusResponse) -> bool:
             tier = status.tiers[1]
