@@ -66,14 +66,23 @@ class ValkeyStore:
             answers = _get(connection, requests, values)
             return itertools.chain(list(itertools.islice(answers, 1)), answers)
 
+        answers = self._exchange(begin)
+        # No other call may use the connection before all answers are received.
+        connection, self._connection = self._connection, None
+        if connection is None:
+            raise StoreUnavailableError("the client was closed")
         received = []
         try:
-            for answer in self._exchange(begin):
+            for answer in answers:
                 received.append(answer)
                 yield None if isinstance(answer, ErrorAnswer) else answer
         except BaseException:
-            self._disconnect()
+            connection.close()
             raise
+        if self._is_closed or self._connection is not None:
+            connection.close()
+        else:
+            self._connection = connection
         self._checked(received)
 
     def put(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from harness.redis_server import RedisServer, debian_program, needs_redis
 from kvtier.tiers.remote.dialing import ServerAddress
 from kvtier.tiers.remote.encryption import EncryptedValues, KeyRing
 from kvtier.tiers.remote.network_tier import RemoteLimits
+from kvtier.tiers.remote.resp import RespConnection
 from kvtier.tiers.remote.valkey import ValkeyAddress, ValkeyTier
+from kvtier.tiers.remote.valkey_store import ValkeyStore
 from kvtier.tiers.remote.value_codec import name_of
 
 ACL = "~kvtier/1/* +@connection +info +cluster|slots +exists +get +set +expire +unlink +eval"
@@ -234,3 +237,26 @@ def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
     with pytest.raises(ValueError, match="password_file") as caught:
         ValkeyAddress.parse("valkey://user:secret@cache")
     assert "secret" not in str(caught.value)
+
+
+def test_a_call_reads_no_values_of_an_unfinished_load() -> None:
+    """It uses another connection, because the rest of the values may still come."""
+    peers: list[socket.socket] = []
+
+    def dial(_: float) -> RespConnection:
+        ours, theirs = socket.socketpair()
+        theirs.sendall(b"+PONG\r\n" if peers else b"$1\r\na\r\n:1\r\n$1\r\nb\r\n:1\r\n")
+        peers.append(theirs)
+        return RespConnection(ours)
+
+    store = ValkeyStore(dial, 10.0, lambda: None)
+    values = [memoryview(bytearray(1)) for _ in range(2)]
+    load = iter(store.get([b"first", b"second"], [[value] for value in values], 60.0))
+    assert next(load) == 1
+    store.ping()
+    assert len(peers) == 2
+    assert next(load) == 1
+    assert [bytes(value) for value in values] == [b"a", b"b"]
+    store.close()
+    for peer in peers:
+        peer.close()
