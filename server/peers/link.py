@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +104,7 @@ class PeerLink:
             transfer_pb2.LocateResponse.FromString,
         )
         self._opened: dict[NamespaceId, _Sessions] = {}
-        self._opening: defaultdict[NamespaceId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._opening = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def search(
@@ -187,8 +186,10 @@ class PeerLink:
             request.keys.extend(keys)
         try:
             answer = await self._cache.Lookup(request)
-        except grpc.aio.AioRpcError:
-            if self._opened.get(namespace) is sessions:  # another search may have replaced them
+        except grpc.aio.AioRpcError as error:
+            is_lost = reason_of(error.trailing_metadata()) in (None, *_SESSION_LOST)
+            # Another search may have replaced them.
+            if is_lost and self._opened.get(namespace) is sessions:
                 self._drop(namespace)
             raise
         items = {
@@ -204,7 +205,10 @@ class PeerLink:
 
     async def _sessions_of(self, namespace: NamespaceId, description: common_pb2.Namespace) -> _Sessions:
         """Returns the sessions in a namespace. Opens them once for all searches."""
-        async with self._opening[namespace]:
+        sessions = self._opened.get(namespace)
+        if sessions is not None and not sessions.has_ended:
+            return sessions
+        async with self._opening:
             sessions = self._opened.get(namespace)
             if sessions is None or sessions.has_ended:
                 self._drop(namespace)

@@ -190,9 +190,12 @@ class SecondaryTierState:
         return self.catalog.keys_among(namespace, keys)
 
     def record_answers(self, names: Sequence[Name], answers: Sequence[bool], now: float) -> None:
-        """Records a shared tier's answers. Blocks that it has lost may be stored again."""
+        """Records a shared tier's answers; [] if it has not answered.
+
+        Blocks that it has lost may be stored again.
+        """
         self.presence_cache.record_answers(names, answers, now)
-        for name in names:
+        for name in names if answers else ():
             entry = self.catalog.held(*name)
             if entry is not None and not entry.loads and self.presence_cache.get(name) is False:
                 self.catalog.evict([entry])

@@ -61,14 +61,14 @@ class RemoteTier(NetworkTier):
 
     def lookup(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> list[bool]:
         """Asks the nodes. A node that does not answer has none of the blocks."""
-        names = [name_of(*name, self._codec.FORMAT) if is_name(*name) else b"" for name in keys]
-        names = [b"" if name in self._unreadable else name for name in names]
-        answers = [False] * len(names)
+        names = {place: name_of(*key, self._codec.FORMAT) for place, key in enumerate(keys) if is_name(*key)}
+        places = [place for place, name in names.items() if name not in self._unreadable]
+        answers = [False] * len(keys)
         with self._reporting("lookup") as errors:
-            for node, places in self._by_node(names).items():
+            for node, numbers in self._by_node([names[place] for place in places]).items():
                 with errors.kept():
-                    for start in range(0, len(places), LOOKUP_NAMES):
-                        some = places[start : start + LOOKUP_NAMES]
+                    for start in range(0, len(numbers), LOOKUP_NAMES):
+                        some = [places[number] for number in numbers[start : start + LOOKUP_NAMES]]
                         asked = [names[place] for place in some]
                         found = self._call(node, lambda client, asked=asked: client.exists(asked))  # type: ignore[misc]
                         for place, is_found in zip(some, found, strict=True):
@@ -197,7 +197,8 @@ class RemoteTier(NetworkTier):
         if unreadable:
             self._unreadable.add(unreadable)
             with contextlib.suppress(TierError):  # a user who may only read
-                self._call(node, lambda client: client.renew(unreadable, UNREADABLE_TTL_SECONDS))
+                ttl = min(UNREADABLE_TTL_SECONDS, self._limits.ttl_seconds)
+                self._call(node, lambda client: client.renew(unreadable, ttl))
 
     def _decode(self, block: BlockBytes, pieces: Sequence[memoryview], nbytes: int) -> Outcome:
         """Decodes a value. One that is larger than its pieces is corrupt."""

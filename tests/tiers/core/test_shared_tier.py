@@ -228,6 +228,20 @@ def test_a_block_that_the_store_lost_is_stored_again() -> None:
     assert [type(command) for command in rig.core.take_commands()] == [StoreInTier]
 
 
+@pytest.mark.parametrize(("answers", "kept"), [([], 1), ([False], 0)])
+def test_a_block_is_only_lost_if_the_store_says_so(answers: list[bool], kept: int) -> None:
+    """A store that has not answered may have the block: it is not stored again."""
+    rig = Rig(Shared("far", 1 << 20))
+    rig.store_in_all_tiers(keys(0))
+    rig.core.reset(rig.session)
+    rig.core.tick(11)
+    assert statuses(rig, keys(0)) == RETRY
+    [question] = questions(rig)
+    rig.core.lookup_finished(question.job_id, answers)
+    assert statuses(rig, keys(0)) == MISS
+    assert rig.core.stats().tiers[1].blocks == kept
+
+
 def test_a_positive_answer_expires() -> None:
     """Ten seconds after its own store, the server asks the store again."""
     rig = Rig(Shared("far", 1 << 20))

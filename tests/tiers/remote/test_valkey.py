@@ -130,8 +130,9 @@ class TestServer:
             for ring in (keys, others)
         )
         try:
-            assert with_key.store([full(key(1), parts)]) == [DONE]
+            assert with_key.store([full(key(1), parts), full(key(2), parts)]) == [DONE, DONE]
             assert without.load([empty(key(1), (70_000, 5))]) == [MISSING]
+            assert without.lookup([(SPACE, key(1)), (SPACE, key(2))]) == [False, True]
             assert fetch(with_key, key(1), (70_000, 5)) == parts
             name = name_of(SPACE, key(1), 2)
             value = bytearray(server.command("GET", name))
