@@ -4,7 +4,7 @@ A topic exists for each engine whose session declares the address of the engine.
 of the engine's namespace. If no session of a namespace declares an address, the blocks of this
 namespace are published on the topic of the server's configuration. A topic ends with its sessions.
 Every block of a medium is stored once and removed once per topic. While a replay of the core's
-events runs, nothing is published: readers need parents before children, also across tiers.
+events runs, nothing is published, so that parents come before children in each medium.
 
 Three tasks: one reads the log and records what each topic has to publish, one begins and ends
 topics, one sends. The reader never waits for the sender, because the log keeps few events.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Sequence
+from functools import partial
 from itertools import islice
 
 from .messages import ContentOf, PublishedEvent
@@ -26,32 +28,31 @@ class Topic:
         self.content_of = content_of
         self.is_wanted = False
         """Whether a session has the topic. If not, the topic ends when all blocks are removed."""
-        self._unsent: dict[tuple[str, bool], _Unsent] = {}
-        """Blocks by medium, and whether they are stored or removed."""
+        self._stored: dict[str, _Unsent] = defaultdict(partial(_Unsent, content_of))
+        """Stored blocks by medium."""
+        self._removed: dict[str, _Unsent] = defaultdict(partial(_Unsent, content_of))
 
     @property
     def has_unsent(self) -> bool:
-        return any(unsent.keys for unsent in self._unsent.values())
+        return any(unsent.keys for unsent in (*self._stored.values(), *self._removed.values()))
 
     def change(self, event: PublishedEvent) -> None:
-        unsent = self._of(event.medium, is_stored=event.is_stored).keys
-        opposite = self._of(event.medium, is_stored=not event.is_stored).keys
+        stored, removed = self._stored[event.medium].keys, self._removed[event.medium].keys
+        unsent, opposite = (stored, removed) if event.is_stored else (removed, stored)
         for key in event.keys:
             if not opposite.pop(key, False):
                 unsent[key] = True
 
     def take(self) -> list[PublishedEvent]:
-        """Returns the next event of each medium and kind; they count as published."""
-        events = [
-            PublishedEvent(is_stored, medium, unsent.take()) for (medium, is_stored), unsent in self._unsent.items()
-        ]
-        return [event for event in events if event.keys]
+        """Returns the next event of each medium and kind; they count as published.
 
-    def _of(self, medium: str, *, is_stored: bool) -> _Unsent:
-        unsent = self._unsent.get((medium, is_stored))
-        if unsent is None:
-            unsent = self._unsent[medium, is_stored] = _Unsent(self.content_of)
-        return unsent
+        A removed event comes after all stored events of its blocks. Otherwise a block that moves
+        to another medium has no medium for a moment, and indexers drop it with its children.
+        """
+        events = [PublishedEvent(True, medium, unsent.take()) for medium, unsent in self._stored.items()]
+        still_unsent = [unsent.keys for unsent in self._stored.values()]
+        events += (PublishedEvent(False, medium, unsent.take(still_unsent)) for medium, unsent in self._removed.items())
+        return [event for event in events if event.keys]
 
 
 class _Unsent:
@@ -66,26 +67,32 @@ class _Unsent:
         self._chain: list[bytes] = []
         """The next blocks, last first, unless they are no longer in `keys`."""
 
-    def take(self) -> list[bytes]:
+    def take(self, excluded: Sequence[Container[bytes]] = ()) -> list[bytes]:
+        """Excluded blocks stay in the queue."""
         taken: list[bytes] = []
+
+        def is_next(key: bytes) -> bool:
+            return key in self.keys and not any(key in each for each in excluded)
+
         oldest = iter(list(islice(self.keys, _BATCH_KEYS)))
         while len(taken) < _BATCH_KEYS:
             if not self._chain:
                 key = next(oldest, None)
                 if key is None:
                     break
-                self._chain = self._ancestors(key)
-            elif self.keys.pop(key := self._chain.pop(), False):
+                self._chain = self._ancestors(key, is_next)
+            elif is_next(key := self._chain.pop()):
+                del self.keys[key]
                 taken.append(key)
         if not self.keys:
             self.keys.clear()  # a dict keeps its memory when it becomes empty
         return taken
 
-    def _ancestors(self, key: bytes) -> list[bytes]:
-        """Returns a block, its parent, and so on, as long as they are in the queue."""
+    def _ancestors(self, key: bytes, is_next: Callable[[bytes], bool]) -> list[bytes]:
+        """Returns a block, its parent, and so on, as long as they can be taken."""
         chain: dict[bytes, None] = {}
         each: bytes | None = key
-        while each is not None and each in self.keys and each not in chain:
+        while each is not None and is_next(each) and each not in chain:
             chain[each] = None  # also ends the loop if an engine has described a cycle
             content = self._content_of(each)
             each = content[0] if content is not None else None

@@ -10,6 +10,7 @@ import pytest
 from harness.payloads import key_of
 
 from kvtier.server.events import tier_blocks
+from kvtier.server.events import topic as topic_module
 from kvtier.server.events.messages import PublishedEvent
 from kvtier.server.events.tier_blocks import TierBlocks
 from kvtier.server.events.topic import Topic
@@ -74,6 +75,22 @@ async def test_work_of_any_size_is_done_in_slices(monkeypatch: pytest.MonkeyPatc
     await changes(held, WatchPhase.LIVE, (EventKind.CLEARED, 0, []))
     assert taken() == 5
     assert [each async for each in held.all(NAMESPACE, is_stored=True)] == []
+
+
+@pytest.mark.parametrize("batch", [1, 256])
+def test_a_block_that_moves_is_always_in_a_medium(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B6.10 Its removed event waits until the other medium has published that it is stored."""
+    monkeypatch.setattr(topic_module, "_BATCH_KEYS", batch)
+    topic = Topic([16], lambda _: None)
+    topic.change(PublishedEvent(True, "CPU", KEYS))
+    places = {key: {change.medium} for (change,) in iter(topic.take, []) for key in change.keys}
+    topic.change(PublishedEvent(True, "STORAGE", KEYS))
+    topic.change(PublishedEvent(False, "CPU", KEYS[::-1]))
+    for change in (change for changes in iter(topic.take, []) for change in changes):
+        for key in change.keys:
+            places[key] ^= {change.medium}
+            assert places[key]
+    assert places == {key: {"STORAGE"} for key in KEYS}
 
 
 class Tier:
