@@ -147,6 +147,7 @@ class EventPublisher:
     async def _send_next(self, name: bytes, topic: Topic) -> bool:
         async with self._lock:
             unsent = [] if self._is_replaying else topic.take()
+            topic.is_sending = True
         has_any = bool(unsent)
         try:
             while unsent:
@@ -159,6 +160,8 @@ class EventPublisher:
             for change in unsent:
                 topic.change(change)
             raise
+        finally:
+            topic.is_sending = False
         return has_any
 
 

@@ -28,13 +28,15 @@ class Topic:
         self.content_of = content_of
         self.is_wanted = False
         """Whether a session has the topic. If not, the topic ends when all blocks are removed."""
+        self.is_sending = False
+        """Whether taken events are being sent. If this fails, they become changes again."""
         self._stored: dict[str, _Unsent] = defaultdict(partial(_Unsent, content_of))
         """Stored blocks by medium."""
         self._removed: dict[str, _Unsent] = defaultdict(partial(_Unsent, content_of))
 
     @property
     def has_unsent(self) -> bool:
-        return any(unsent.keys for unsent in (*self._stored.values(), *self._removed.values()))
+        return self.is_sending or any(unsent.keys for unsent in (*self._stored.values(), *self._removed.values()))
 
     def change(self, event: PublishedEvent) -> None:
         stored, removed = self._stored[event.medium].keys, self._removed[event.medium].keys

@@ -210,6 +210,20 @@ async def test_an_engine_that_comes_back_while_its_topic_ends() -> None:
         await site.wait_for_readers()
 
 
+async def test_the_last_message_of_a_topic_fails() -> None:
+    """B6.10 The topic does not end while its last message is being sent."""
+    async with publishing() as site:
+        site.tier.store(key_of(1))
+        site.engines = ["a:1"]
+        await site.wait_for_readers()
+        site.readers.accepts.clear()
+        site.engines = []
+        await asyncio.sleep(0.1)
+        site.readers.failures = 1
+        site.readers.accepts.set()
+        await async_wait_until(lambda: not site.known("a:1"))
+
+
 async def test_a_message_that_fails_is_sent_again() -> None:
     """B6.10 Unless its blocks have changed back meanwhile."""
     async with publishing() as site:
