@@ -16,7 +16,8 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from enum import Enum
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -170,18 +171,23 @@ def _attributes(arguments: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 def _relevant(arguments: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the arguments that can change the KV of tokens. Raises OSError."""
     return {
-        name: _with_content(value)
+        name: _with_content(name, value)
         for group, values in arguments.items()
         for name, value in values.items()
         if name in _RELEVANT or not (group in _NEUTRAL_GROUPS or name in _NEUTRAL)
     }
 
 
-def _with_content(value: Any) -> Any:
-    """Adds the content of a file or folder that an argument names, as it may change in place."""
-    if isinstance(value, str) and os.path.isdir(value):  # noqa: PTH112 - any text, also too long for a path
+def _with_content(name: str, value: Any) -> Any:
+    """Adds the content of a file or folder that an argument names, as it may change in place.
+
+    A word such as "auto" is no path, even if the current directory has a file with this name.
+    """
+    if not isinstance(value, str) or not (os.sep in value or "." in value or name.endswith("_path")):
+        return value
+    if os.path.isdir(value):  # noqa: PTH112 - any text, also too long for a path
         return value, fingerprint_of(Path(value), "config.json")
-    if isinstance(value, str) and os.path.isfile(value):  # noqa: PTH113 - as above
+    if os.path.isfile(value):  # noqa: PTH113 - as above
         with Path(value).open("rb") as file:
             return value, hashlib.file_digest(file, "sha256").hexdigest()
     return value
@@ -192,4 +198,9 @@ def _digest(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set | frozenset) else str(value)
+    """Returns JSON that is equal in each process. Raises Unsupported for unknown types."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, PurePath | Enum | torch.dtype | torch.device):
+        return str(value)
+    raise Unsupported(f"an argument of the engine has a value of an unknown type: {type(value).__qualname__}")

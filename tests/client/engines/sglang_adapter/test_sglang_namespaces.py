@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness.server_process import ServerProcess
 from rig import attach, hashes, kv_pool, rows
 
@@ -99,6 +100,34 @@ def test_files_that_arguments_name(server: ServerProcess, tmp_path: Path) -> Non
         assert pages_found(server, arguments) == 0
         store_pages(server, arguments)
         assert pages_found(server, arguments) == 6
+
+
+def test_words_that_are_also_files(server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with the name of a value is no part of the namespace. Relative paths are."""
+    monkeypatch.chdir(tmp_path)
+    arguments = {
+        "exec.mamba": {"mamba_backend": "triton"},
+        "model": {"quantization_param_path": "scales.json"},
+        "exec.moe": {"kt_weight_path": "experts"},
+    }
+    store_pages(server, arguments)
+    Path("triton").mkdir()
+    assert pages_found(server, arguments) == 6
+    for path in (Path("scales.json"), Path("experts")):
+        path.write_text("{}")
+        assert pages_found(server, arguments) == 0
+        path.unlink()
+
+
+def test_a_value_of_an_unknown_type_disables_the_storage(
+    server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its text could contain an address, which differs between processes."""
+    assert pages_found(server, {"exec.new": {"path": Path("/a"), "dtype": torch.float16}}) == 0
+    assert "the storage is disabled" not in caplog.text
+    assert pages_found(server, {"exec.new": {"new": object()}}) == 0
+    assert "the storage is disabled" in caplog.text
+    assert "unknown type: object" in caplog.text
 
 
 def test_adapters_that_sglang_ignores(server: ServerProcess, tmp_path: Path) -> None:
