@@ -194,8 +194,8 @@ CLIENT_FAULTS = (
     Fault(
         "calls by SGLang do not end while the server hangs",
         _SGLANG + "deadlines.py",
-        "timeout=min(effect.timeout, self._deadline.left())",
-        "timeout=effect.timeout",
+        "min(effect.timeout, self._deadline.left(least=least))",
+        "effect.timeout",
     ),
     Fault(
         "a retrained LoRA adapter of SGLang keeps its pages",

@@ -1,7 +1,12 @@
 """Deadline of a call by SGLang, for all calls to the server that it makes together.
 
 SGLang stops its storage threads for `/flush_cache`, and ends itself if one still runs after 10 s. A
-thread can make two calls before it looks whether it should stop.
+thread can make two calls before it looks whether it should stop: one for the pool of the KV, and
+one for the other pools.
+
+A request that completes or aborts a store, or releases a lease, has END_SECONDS also after the
+deadline. Otherwise the client would end its session with all its leases, or pages would stay
+pinned.
 """
 
 from __future__ import annotations
@@ -16,15 +21,28 @@ from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ... import Client, DeadlineExceeded
-from ...effects import Copy, Effect, Transport
+from ...effects import Call, Connect, Copy, Effect, Transport
 from ...session.session import ClientSession
 
-__all__ = ["CALL_SECONDS", "COPY_SECONDS", "Deadline", "DeadlineClient", "DeadlineTransport", "ends_in_time"]
+__all__ = [
+    "CALL_SECONDS",
+    "COPY_SECONDS",
+    "END_SECONDS",
+    "Deadline",
+    "DeadlineClient",
+    "DeadlineTransport",
+    "ends_in_time",
+]
 
 CALL_SECONDS = 4.0
-"""Longest time of one call by SGLang, except for a copy that has begun (64 MiB or one page)."""
+"""Longest time of one call by SGLang, except for a copy that has begun (64 MiB or one page) and for
+END_SECONDS per pool."""
 COPY_SECONDS = 1.0
 """Part of this time that is kept for copies, so that not all of it is spent on waiting."""
+END_SECONDS = 0.5
+"""Shortest time to end what was begun. Without this time no copy begins."""
+
+_ENDING = frozenset(("CacheService/CompleteStore", "CacheService/ReleaseLease"))
 
 
 class Deadline(threading.local):
@@ -42,16 +60,29 @@ class Deadline(threading.local):
         finally:
             self._until = before
 
-    def left(self) -> float:
-        """Returns the seconds that are left. Raises DeadlineExceeded after the deadline."""
+    def left(self, *, least: float | None = None) -> float:
+        """Returns the seconds that are left, or `least` if it is more.
+
+        Without `least`, raises DeadlineExceeded after the deadline.
+        """
         left = self._until - time.monotonic()
+        if least is not None:
+            return max(least, left)
         if left <= 0:
             raise DeadlineExceeded("the time of one call by SGLang is over")
         return left
 
+    def check_copy(self) -> None:
+        """Raises DeadlineExceeded if too little time is left to begin a copy."""
+        if self.left() < END_SECONDS:
+            raise DeadlineExceeded("the time of one call by SGLang is nearly over")
+
 
 class DeadlineTransport:
-    """Transport whose effects end by the deadline of the calling thread. Copies are not ended."""
+    """Transport whose effects end by the deadline of the calling thread, except for copies.
+
+    Calls that end a store or a lease have at least END_SECONDS.
+    """
 
     def __init__(self, transport: Transport, deadline: Deadline) -> None:
         self._transport, self._deadline = transport, deadline
@@ -61,9 +92,16 @@ class DeadlineTransport:
         return self._transport.session
 
     def perform(self, effect: Effect) -> Any:
-        if not isinstance(effect, Copy):
-            effect = replace(effect, timeout=min(effect.timeout, self._deadline.left()))
-        return self._transport.perform(effect)
+        least: float | None = None
+        match effect:
+            case Copy():
+                return self._transport.perform(effect)
+            case Connect():  # the current session, if there is one, needs no time
+                least = 0.0
+            case Call(method=method) if method in _ENDING:
+                least = END_SECONDS
+        timeout = min(effect.timeout, self._deadline.left(least=least))
+        return self._transport.perform(replace(effect, timeout=timeout))
 
     def invalidate(self, session: ClientSession) -> None:
         self._transport.invalidate(session)

@@ -143,9 +143,9 @@ class PoolLink:
     def _batches(self, pages: int) -> Iterator[tuple[int, int]]:
         """Yields ranges of at most _BATCH_BYTES (or one page) and the server's maximum of keys.
 
-        Raises DeadlineExceeded when no time is left for the next range.
+        Raises DeadlineExceeded when too little time is left for the next range.
         """
         most = min(max(1, _BATCH_BYTES // self._pool.part_bytes), self._client.max_keys or pages or 1)
         for first in range(0, pages, most):
-            self._client.deadline.left()
+            self._client.deadline.check_copy()
             yield first, min(first + most, pages)

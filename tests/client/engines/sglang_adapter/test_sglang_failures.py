@@ -16,9 +16,9 @@ from rig import attach, extra_config, hashes, kv_pool, page_of, rows
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult
 
 from kvtier.client import DeadlineExceeded
-from kvtier.client.effects import Call
+from kvtier.client.effects import Call, Connect
 from kvtier.client.engines.sglang import deadlines, links, storage
-from kvtier.client.engines.sglang.deadlines import CALL_SECONDS, Deadline, DeadlineTransport
+from kvtier.client.engines.sglang.deadlines import CALL_SECONDS, END_SECONDS, Deadline, DeadlineTransport
 from kvtier.client.engines.sglang.storage_config import StorageConfig
 
 KEYS = hashes("prompt", 6)
@@ -115,13 +115,18 @@ def test_calls_to_a_server_that_hangs_end_in_time(server: ServerProcess) -> None
 
 
 def test_two_calls_end_in_time() -> None:
-    """A load thread of SGLang can make two calls after it was told to stop."""
-    assert 2 * CALL_SECONDS < 10
+    """A load thread of SGLang can make two calls for three pools after it was told to stop."""
+    assert 2 * CALL_SECONDS + 3 * END_SECONDS < 10
 
 
-@pytest.mark.parametrize("way", ["load", "store"])
-def test_what_is_copied_in_time_counts(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """A call that takes too long ends after the copy in progress, whose pages do not count."""
+@pytest.mark.parametrize(("way", "seconds", "pages"), [("load", 85, 2), ("store", 85, 3), ("store", 70, 2)])
+def test_what_is_copied_in_time_counts(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, way: str, seconds: int, pages: int
+) -> None:
+    """A call that takes too long ends after the copy in progress, and the session continues.
+
+    If the copy in progress is a store, it counts. No copy begins with less than END_SECONDS left.
+    """
     now = 0.0
     clock = SimpleNamespace(monotonic=lambda: now)
     copy = links.copy_batch
@@ -129,32 +134,52 @@ def test_what_is_copied_in_time_counts(server: ServerProcess, monkeypatch: pytes
     def slow_copy(*batch: Any) -> None:
         nonlocal now
         copy(*batch)
-        now += 3.0
+        now += 30.0
 
     monkeypatch.setattr(links, "_BATCH_BYTES", 1)
     with attach(server.endpoint, kv_pool(seed=1)) as attached:
         assert way == "store" or all(attached.batch_set_v1(KEYS, ALL))
-        attached.call_seconds = 7.0
+        attached.call_seconds = seconds
+        (client,) = attached._clients
+        client.wait_until_connected()
+        session = client._transport.session
         monkeypatch.setattr(deadlines, "time", clock)
+        monkeypatch.setattr(deadlines, "END_SECONDS", 20.0)
         monkeypatch.setattr(links, "copy_batch", slow_copy)
         move = attached.batch_get_v1 if way == "load" else attached.batch_set_v1
-        assert move(KEYS, ALL) == [True, True, False, False, False, False]
+        assert move(KEYS, ALL) == [number < pages for number in range(6)]
+        assert client._transport.session is session
+        assert server.status().leases == 0
 
 
 def test_the_server_gets_the_time_that_is_left() -> None:
-    """The first effect of a call has its own time-out, the next the rest, and then none begins."""
+    """The first effect of a call has its own time-out, the next the rest, and then none begins.
+
+    Only calls that end a store or a lease begin later, and need a connected session.
+    """
     transport = mock.Mock()
     deadline = Deadline()
     bounded = DeadlineTransport(transport, deadline)
     with deadline.within(1000):
         bounded.perform(Call("first", None, 2.0))
         bounded.perform(Call("second", None, 5000.0))
-        with deadline.within(0), pytest.raises(DeadlineExceeded):
-            bounded.perform(Call("third", None, 2.0))
+        with deadline.within(0):
+            with pytest.raises(DeadlineExceeded):
+                bounded.perform(Call("third", None, 2.0))
+            bounded.perform(Call("CacheService/CompleteStore", None, 2.0))
+            bounded.perform(Connect(2.0))
+            bounded.perform(Call("CacheService/ReleaseLease", None, 2.0))
     bounded.perform(Call("no deadline", None, 5000.0))
-    timeouts = {call.args[0].method: call.args[0].timeout for call in transport.perform.call_args_list}
+    effects = [call.args[0] for call in transport.perform.call_args_list]
+    timeouts = {getattr(effect, "method", "connect"): effect.timeout for effect in effects}
     assert timeouts.pop("second") <= 1000
-    assert timeouts == {"first": 2.0, "no deadline": 5000.0}
+    assert timeouts == {
+        "first": 2.0,
+        "CacheService/CompleteStore": END_SECONDS,
+        "connect": 0.0,
+        "CacheService/ReleaseLease": END_SECONDS,
+        "no deadline": 5000.0,
+    }
 
 
 def test_one_warning_for_many_failures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
