@@ -86,6 +86,9 @@ class EncryptedValues:
     def can_store(self, namespace: NamespaceId) -> bool:
         return bool(self._keys().keys_of(namespace))
 
+    def known_keys(self) -> KeyRing:
+        return self._keys()
+
     def value_bytes(self, block: BlockBytes) -> int:
         return _HEADER.size + block.nbytes + _TAG_BYTES
 

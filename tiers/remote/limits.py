@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Self
 
 __all__ = ["AvoidedNames", "ByteBudget", "CircuitBreaker"]
 
@@ -23,15 +24,25 @@ MAX_AVOIDED = 1 << 14
 
 
 class AvoidedNames:
-    """Names whose values this server cannot decode. Thread-safe.
+    """Names whose values this server cannot decode with its keys. Thread-safe.
 
-    A name is avoided for 2 hours. If there are too many, the oldest ones are forgotten.
+    A name is avoided for 2 hours, or until the keys change. If there are too many, the oldest ones
+    are forgotten.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._until: dict[bytes, float] = {}
+        self._keys: object = None
+
+    def with_keys(self, keys: object) -> Self:
+        """Forgets all names if these are other keys than before."""
+        if keys != self._keys:
+            with self._lock:
+                self._until.clear()
+                self._keys = keys
+        return self
 
     def add(self, names: Iterable[bytes]) -> None:
         now = self._clock()

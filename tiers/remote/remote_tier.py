@@ -62,7 +62,8 @@ class RemoteTier(NetworkTier):
     def lookup(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> list[bool]:
         """Asks the nodes. A node that does not answer has none of the blocks."""
         names = {place: name_of(*key, self._codec.FORMAT) for place, key in enumerate(keys) if is_name(*key)}
-        places = [place for place, name in names.items() if name not in self._unreadable]
+        avoided = self._avoided()
+        places = [place for place, name in names.items() if name not in avoided]
         answers = [False] * len(keys)
         with self._reporting("lookup") as errors:
             for node, numbers in self._by_node([names[place] for place in places]).items():
@@ -151,8 +152,8 @@ class RemoteTier(NetworkTier):
         return answer
 
     def _store_window(self, node: str, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        ttl, names = self._limits.ttl_seconds, self._names_of(blocks)
-        places = [place for place, name in enumerate(names) if name not in self._unreadable]
+        ttl, names, avoided = self._limits.ttl_seconds, self._names_of(blocks), self._avoided()
+        places = [place for place, name in enumerate(names) if name not in avoided]
         outcomes = [Outcome.MISSING] * len(blocks)
         there = self._call(node, lambda client: client.renew([names[place] for place in places], ttl)) if places else []
         missing = [place for place, found in zip(places, there, strict=True) if not found]
@@ -171,6 +172,7 @@ class RemoteTier(NetworkTier):
 
     def _load_window(self, node: str, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         names, values = self._names_of(blocks), [self._codec.pieces_of(block) for block in blocks]
+        keys = self._codec.known_keys()
         sizes: list[int] = []
         outcomes: list[Outcome] = []
 
@@ -186,19 +188,23 @@ class RemoteTier(NetworkTier):
             if outcome is Outcome.CORRUPT:
                 outcomes[place] = self._delete(node, blocks[place], names[place], values[place], sizes[place])
         received = zip(names, outcomes, sizes, strict=True)
-        self._avoid(node, [name for name, outcome, size in received if outcome is Outcome.MISSING and size])
+        unreadable = [name for name, outcome, size in received if outcome is Outcome.MISSING and size]
+        if unreadable and keys == self._codec.known_keys():
+            self._avoid(node, unreadable)
         return outcomes
+
+    def _avoided(self) -> AvoidedNames:
+        return self._unreadable.with_keys(self._codec.known_keys())
 
     def _avoid(self, node: str, unreadable: Sequence[bytes]) -> None:
         """Shortens the life of values that this server cannot decode, and avoids their names.
 
         Otherwise a key that no server has any more would keep the names of used blocks for ever.
         """
-        if unreadable:
-            self._unreadable.add(unreadable)
-            with contextlib.suppress(TierError):  # a user who may only read
-                ttl = min(UNREADABLE_TTL_SECONDS, self._limits.ttl_seconds)
-                self._call(node, lambda client: client.renew(unreadable, ttl))
+        self._avoided().add(unreadable)
+        with contextlib.suppress(TierError):  # a user who may only read
+            ttl = min(UNREADABLE_TTL_SECONDS, self._limits.ttl_seconds)
+            self._call(node, lambda client: client.renew(unreadable, ttl))
 
     def _decode(self, block: BlockBytes, pieces: Sequence[memoryview], nbytes: int) -> Outcome:
         """Decodes a value. One that is larger than its pieces is corrupt."""

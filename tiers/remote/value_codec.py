@@ -27,7 +27,18 @@ from ..base import BlockBytes, NamespaceId, Outcome
 from ..storage.checksum import block_checksum
 from ..types import TENANT_TAG_BYTES
 
-__all__ = ["FORMAT", "ValueCodec", "can_store", "decode", "encode", "is_name", "name_of", "pieces_of", "value_bytes"]
+__all__ = [
+    "FORMAT",
+    "ValueCodec",
+    "can_store",
+    "decode",
+    "encode",
+    "is_name",
+    "known_keys",
+    "name_of",
+    "pieces_of",
+    "value_bytes",
+]
 
 FORMAT: int = 1
 _MAGIC = b"kvt" + bytes([FORMAT])
@@ -44,6 +55,10 @@ class ValueCodec(Protocol):
 
     def can_store(self, namespace: NamespaceId, /) -> bool:
         """Returns whether values of this namespace can be encoded and decoded."""
+        ...
+
+    def known_keys(self) -> object:
+        """Returns the keys with which values can be decoded; None if none are needed."""
         ...
 
     def value_bytes(self, block: BlockBytes, /) -> int:
@@ -80,6 +95,10 @@ def name_of(namespace: NamespaceId, key: bytes, value_format: int = FORMAT) -> b
 
 def can_store(_namespace: NamespaceId) -> bool:
     return True
+
+
+def known_keys() -> None:
+    return None
 
 
 def value_bytes(block: BlockBytes) -> int:

@@ -170,6 +170,10 @@ def test_blocks_of_a_removed_key_are_stored_again() -> None:
     assert tier.store([full(key(1), [b"new"])]) == [MISSING]
     assert store.ttl_seconds[name] == UNREADABLE_TTL_SECONDS
     assert UNREADABLE_TTL_SECONDS < AVOIDED_SECONDS
+    ring = KeyRing({TENANT: (NEW, OLD)})
+    assert fetch(tier, key(1), (3,)) == (b"old",), "the old key was added again"
+    assert tier.lookup([(SPACE, key(1))]) == [True]
+    ring = KeyRing({TENANT: (NEW,)})
     later = memory_tier(store, codec=codec(NEW))  # as after that time
     del store.values[name]
     assert later.store([full(key(1), [b"new"])]) == [DONE]
