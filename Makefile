@@ -82,7 +82,7 @@ test-engines-next: $(VLLM_NEXT)/.stamp  ## Run test-engines with the Python code
 test-handoff: $(VLLM)/.stamp  ## Run the part of test-engines with a prefill engine, a decode engine and the proxy
 	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines/handoff $(ARGS)
 
-test-sglang: $(SGLANG)/.stamp  ## Run the tests with SGLang on the CPU (installs it in build/sglang: 3 GB; 8 to 14 minutes on 2 cores)
+test-sglang: $(SGLANG)/.stamp  ## Run the tests with SGLang on the CPU (installs it in build/sglang: 3 GB; 5 to 14 minutes on 2 cores)
 	$(SGLANG_ON_CPU) $(SGLANG)/bin/python -m pytest -W default -m sglang tests/sglang_engine tests/client/engines/sglang_adapter $(ARGS)
 
 # PYTHONSAFEPATH keeps the folder `cuda` of this repository from hiding NVIDIA's package of that name.

@@ -65,7 +65,7 @@ class EventPublisher:
         """Held while `_held` and what the topics have to publish change; never while sending."""
 
     async def run(self) -> None:
-        """Publishes until it is cancelled. After a failure it begins again with a replay."""
+        """Publishes until it is cancelled. After a failure of the reader, a replay follows."""
         await asyncio.gather(*map(_repeat, (self._follow, self._update_topics, self._send_changes)))
 
     async def _follow(self) -> None:

@@ -19,25 +19,25 @@ MAX_PROBE_SECONDS = 16.0
 """Longest time between two probes of a node whose breaker is open."""
 
 
-AVOIDED_SECONDS = 7200.0
 MAX_AVOIDED = 1 << 14
 
 
 class AvoidedNames:
-    """Names whose values this server cannot decode with its keys. Thread-safe.
+    """Names whose values cannot be loaded for now. Thread-safe.
 
-    A name is avoided for 2 hours, or until the keys change. If there are too many, the oldest ones
-    are forgotten.
+    A name is avoided for `seconds`, or until `with_keys` gets other keys. If there are too many
+    names, the oldest ones are forgotten.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
         self._clock = clock
         self._lock = threading.Lock()
         self._until: dict[bytes, float] = {}
         self._keys: object = None
 
     def with_keys(self, keys: object) -> Self:
-        """Forgets all names if these are other keys than before."""
+        """Forgets all names if these are other keys of encrypted values than before."""
         if keys != self._keys:
             with self._lock:
                 self._until.clear()
@@ -45,11 +45,11 @@ class AvoidedNames:
         return self
 
     def add(self, names: Iterable[bytes]) -> None:
-        now = self._clock()
+        until = self._clock() + self._seconds
         with self._lock:
             for name in names:
                 self._until.pop(name, None)  # the order is that of the times
-                self._until[name] = now + AVOIDED_SECONDS
+                self._until[name] = until
             for name in list(itertools.islice(self._until, max(0, len(self._until) - MAX_AVOIDED))):
                 del self._until[name]
 

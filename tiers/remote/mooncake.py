@@ -103,9 +103,7 @@ class MooncakeStore:
         codes = self._ask("exist", names)
         if any(code < 0 for code in codes):
             raise _no_answer(min(codes))
-        return [
-            code == 1 and not self._process.is_suspect(name.decode()) for code, name in zip(codes, names, strict=True)
-        ]
+        return [code == 1 and name not in self._process.suspects for code, name in zip(codes, names, strict=True)]
 
     def renew(self, names: Sequence[bytes], ttl_seconds: float) -> list[bool]:
         """Mooncake's values have no time to live."""
@@ -114,7 +112,7 @@ class MooncakeStore:
     def get(
         self, names: Sequence[bytes], values: Sequence[Sequence[memoryview]], ttl_seconds: float
     ) -> list[int | None]:
-        wanted = [number for number, name in enumerate(names) if not self._process.is_suspect(name.decode())]
+        wanted = [number for number, name in enumerate(names) if name not in self._process.suspects]
         sizes: list[int | None] = [None] * len(names)
         failed: dict[bytes, int] = {}
         codes = self._get([names[number] for number in wanted], [values[number] for number in wanted])
@@ -130,7 +128,7 @@ class MooncakeStore:
                     failed[name] = code
                 elif size >= 0:
                     sizes[number] = self._get_other_size(name, values[number], size)
-        self._process.suspect(name.decode() for name in failed)
+        self._process.suspects.add(failed)
         if failed and len(failed) == len(wanted):
             raise _no_answer(min(failed.values()))
         return sizes
@@ -251,7 +249,7 @@ class MooncakeStore:
         except TimeoutError as error:
             self._end_late_call(child, is_transfer=bool(places))
             if call == "get":
-                self._process.suspect(request["names"])
+                self._process.suspects.add(names)
             raise StoreUnavailableError(f"no answer within {self._deadline_seconds:g} s") from error
         except OSError as error:
             self._end_late_call(child, is_transfer=True)

@@ -11,11 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..base import TierOpenError
+from .limits import AvoidedNames
 from .mooncake_child import READY
 from .object_store import StoreUnavailableError
 
@@ -102,7 +103,8 @@ class MooncakeProcess:
         self._child: MooncakeChild | None = None
         self._is_closed = False
         self._why = "the client process has not started yet"
-        self._suspects: dict[str, float] = {}
+        self.suspects = AvoidedNames(SUSPECT_SECONDS)
+        """Values that could not be loaded, although the master reports them present."""
 
     def start(self) -> None:
         """Starts the process on a thread, unless one runs."""
@@ -149,16 +151,6 @@ class MooncakeProcess:
         if child is not None:
             self.kill(child)
             child.thread.join()
-
-    def suspect(self, names: Iterable[str]) -> None:
-        """Remembers values that could not be loaded, although the master reports them present."""
-        until = time.monotonic() + SUSPECT_SECONDS
-        with self._changed:
-            self._suspects = {name: at for name, at in self._suspects.items() if at > time.monotonic()}
-            self._suspects.update(dict.fromkeys(names, until))
-
-    def is_suspect(self, name: str) -> bool:
-        return self._suspects.get(name, 0.0) > time.monotonic()
 
     def _on_change(self, child: MooncakeChild, ended: str | None) -> None:
         """Called on the thread of a process when it is ready, or has ended for a reason."""

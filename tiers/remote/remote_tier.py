@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 WINDOW_BYTES = 16 << 20
 """Limit of the bytes of one call: 16 MiB in 250 ms are 0.5 Gbit/s."""
+UNREADABLE_SECONDS = 7200.0
+"""A value that this server cannot decode is not asked for again during this time."""
 UNREADABLE_TTL_SECONDS = 3600.0
 """Time to live of a value that this server cannot decode, unless a server that can uses it."""
 LOOKUP_NAMES = 1024
@@ -54,7 +56,7 @@ class RemoteTier(NetworkTier):
         super().__init__(name, capacity_bytes, limits=limits, codec=codec)
         self._topology = topology
         self._window_bytes = min(WINDOW_BYTES, limits.in_flight_bytes)
-        self._unreadable = AvoidedNames()
+        self._unreadable = AvoidedNames(UNREADABLE_SECONDS)
         self._mine = threading.local()
         self._clients: list[ObjectStore] = []
         self._connecting = threading.Lock()

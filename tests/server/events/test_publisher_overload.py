@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from harness.event_tier import NAMESPACE, EventTier
 from harness.indexer import hash_of
 from harness.payloads import key_of
 from harness.polling import async_wait_until
@@ -18,42 +19,12 @@ from harness.polling import async_wait_until
 from kvtier.server.config.events import EventConfig
 from kvtier.server.events import publisher as publisher_module
 from kvtier.server.events.publisher import EventPublisher
-from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core import event_log
 from kvtier.tiers.core.event_log import EventLog
 
-NAMESPACE = NamespaceId(b"n" * 16)
 KEPT = [key_of(number) for number in range(1000)]
 """Blocks that are never removed: four messages."""
 KEPT_NAMES = {("CPU", hash_of(key)) for key in KEPT}
-
-
-class CpuTier:
-    """Blocks of one namespace, and their events."""
-
-    def __init__(self, log: EventLog) -> None:
-        self.keys: dict[bytes, Any] = {}
-        self._events = log.add_tier(0, self)
-
-    def counts(self) -> Iterable[tuple[NamespaceId, int]]:
-        return [(NAMESPACE, len(self.keys))] if self.keys else []
-
-    def copy_of(self, _: NamespaceId) -> dict[bytes, Any]:
-        return self.keys.copy()
-
-    def has(self, _: NamespaceId, key: bytes) -> bool:
-        return key in self.keys
-
-    def store(self, *keys: bytes) -> None:
-        for key in keys:
-            self.keys[key] = True
-            if self._events.is_on:
-                self._events.stored(NAMESPACE, key)
-
-    def remove(self, key: bytes) -> None:
-        del self.keys[key]
-        if self._events.is_on:
-            self._events.removed(NAMESPACE, key)
 
 
 class Readers:
@@ -90,7 +61,7 @@ class Site:
 
     def __init__(self) -> None:
         self.log = EventLog()
-        self.tier = CpuTier(self.log)
+        self.tier = EventTier(self.log)
         self.readers = Readers()
         self.engines: list[str] = []
 

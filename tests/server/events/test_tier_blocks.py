@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from harness.event_tier import NAMESPACE, EventTier
 from harness.payloads import key_of
 
 from kvtier.server.events import tier_blocks
@@ -15,12 +15,10 @@ from kvtier.server.events.messages import PublishedEvent
 from kvtier.server.events.tier_blocks import TierBlocks
 from kvtier.server.events.topic import Topic
 from kvtier.server.events.watch import WatchPhase, WatchStep
-from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core import event_log
 from kvtier.tiers.core.event_log import BlockEvent, EventKind, EventLog, EventsLost
 from kvtier.tiers.core.event_replay import EventReplay
 
-NAMESPACE = NamespaceId(b"n" * 16)
 KEYS = [key_of(number) for number in range(40)]
 MEDIA = ["CPU", "STORAGE", "STORAGE"]
 
@@ -93,33 +91,14 @@ def test_a_block_that_moves_is_always_in_a_medium(batch: int, monkeypatch: pytes
     assert places == {key: {"STORAGE"} for key in KEYS}
 
 
-class Tier:
-    """A tier with random changes."""
-
-    def __init__(self, log: EventLog, number: int) -> None:
-        self.keys: dict[bytes, Any] = {}
-        self._events = log.add_tier(number, self)
-
-    def counts(self) -> Iterable[tuple[NamespaceId, int]]:
-        return [(NAMESPACE, len(self.keys))] if self.keys else []
-
-    def copy_of(self, _: NamespaceId) -> dict[bytes, Any]:
-        return self.keys.copy()
-
-    def has(self, _: NamespaceId, key: bytes) -> bool:
-        return key in self.keys
-
-    def change(self, rng: random.Random) -> None:
-        key = rng.choice(KEYS)
-        if rng.random() < 0.02:
-            self.keys.clear()
-            self._events.cleared(NAMESPACE)
-        elif key in self.keys:
-            del self.keys[key]
-            self._events.removed(NAMESPACE, key)
-        else:
-            self.keys[key] = True
-            self._events.stored(NAMESPACE, key)
+def change(tier: EventTier, rng: random.Random) -> None:
+    key = rng.choice(KEYS)
+    if rng.random() < 0.02:
+        tier.clear()
+    elif key in tier.keys:
+        tier.remove(key)
+    else:
+        tier.store(key)
 
 
 class Reader:
@@ -177,13 +156,13 @@ async def test_a_topic_is_right_after_any_changes(seed: int, monkeypatch: pytest
     monkeypatch.setattr(event_log, "MAX_KEYS", 24)
     rng = random.Random(seed)
     log = EventLog()
-    tiers = [Tier(log, number) for number in range(len(MEDIA))]
+    tiers = [EventTier(log, number) for number in range(len(MEDIA))]
     reader = Reader(log)
     for _ in range(1000):
         chosen = rng.random()
         if chosen < 0.5:
             for _ in range(rng.choice([1, 1, 1, 20])):
-                rng.choice(tiers).change(rng)
+                change(rng.choice(tiers), rng)
         elif chosen < 0.9:
             await reader.read()
         else:

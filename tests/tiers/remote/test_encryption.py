@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome, TierOpenError
 from kvtier.tiers.remote import value_codec
 from kvtier.tiers.remote.encryption import EncryptedValues, KeyRing
-from kvtier.tiers.remote.limits import AVOIDED_SECONDS
 from kvtier.tiers.remote.network_tier import RemoteLimits
-from kvtier.tiers.remote.remote_tier import UNREADABLE_TTL_SECONDS, RemoteTier
+from kvtier.tiers.remote.remote_tier import UNREADABLE_SECONDS, UNREADABLE_TTL_SECONDS, RemoteTier
 
 OLD, NEW, OTHERS = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
 TENANT, OTHER_TENANT = SPACE[:4], b"\x01\x02\x03\x04"
@@ -169,7 +168,7 @@ def test_blocks_of_a_removed_key_are_stored_again() -> None:
     assert tier.lookup([(SPACE, key(1)), (SPACE, key(2))]) == [False, False]
     assert tier.store([full(key(1), [b"new"])]) == [MISSING]
     assert store.ttl_seconds[name] == UNREADABLE_TTL_SECONDS
-    assert UNREADABLE_TTL_SECONDS < AVOIDED_SECONDS
+    assert UNREADABLE_TTL_SECONDS < UNREADABLE_SECONDS
     ring = KeyRing({TENANT: (NEW, OLD)})
     assert fetch(tier, key(1), (3,)) == (b"old",), "the old key was added again"
     assert tier.lookup([(SPACE, key(1))]) == [True]

@@ -11,7 +11,6 @@ from contracts.tier import CORRUPT, DONE, SPACE, content, empty, full, key
 from harness.memory_store import MemoryStore, StoreClient
 
 from kvtier.tiers.remote.limits import (
-    AVOIDED_SECONDS,
     FAILURES,
     MAX_AVOIDED,
     MAX_PROBE_SECONDS,
@@ -35,11 +34,11 @@ class TestMemoryTier(SharedTierInMemory):
 def test_avoided_names_are_forgotten() -> None:
     """After their time, and the oldest ones if there are too many."""
     now = 0.0
-    avoided = AvoidedNames(lambda: now)
+    avoided = AvoidedNames(60.0, lambda: now)
     avoided.add([b"first", b"again"])
     avoided.add([b"again", *(b"%d" % number for number in range(MAX_AVOIDED - 1))])
     assert [name in avoided for name in (b"first", b"again", b"0")] == [False, True, True]
-    now = AVOIDED_SECONDS
+    now = 60.0
     assert b"again" not in avoided
 
 
