@@ -43,14 +43,16 @@ class ResidencyIndex:
     def find(
         self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = (), *, counted: bool = True
     ) -> tuple[SecondaryTierState | None, Presence]:
-        """Returns the first tier that can load a block, or None and why no tier can.
+        """Returns the first tier that can load a block, or None and why there is none.
 
-        If `counted`, counts a miss in each earlier tier that could not load the block.
+        An earlier tier that has not answered yet makes the result UNKNOWN, although a later tier
+        has the block: the earlier one is faster, and answers soon. If `counted`, counts a miss in
+        each earlier tier that could not load the block.
         """
         presence = Presence.ABSENT
         for secondary in self._secondaries:
             found = secondary.presence(namespace, key, excluded)
-            if found is Presence.HELD:
+            if found is Presence.HELD and presence is not Presence.UNKNOWN:
                 return secondary, found
             if found in (Presence.ABSENT, Presence.STALLED):
                 secondary.misses += counted and secondary.index not in excluded and not secondary.tier.on_demand
@@ -71,14 +73,7 @@ class ResidencyIndex:
 
     def peek(self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()) -> Presence:
         """Returns the presence that `find` would return; does not count misses."""
-        found = set()
-        for secondary in self._secondaries:
-            presence = secondary.presence(namespace, key, excluded)
-            if presence is Presence.HELD:
-                return presence
-            found.add(presence)
-        order = (Presence.UNKNOWN, Presence.EXCLUDED, Presence.STALLED)
-        return next((presence for presence in order if presence in found), Presence.ABSENT)
+        return self.find(namespace, key, excluded, counted=False)[1]
 
     def position_of(self, namespace: NamespaceId, key: bytes) -> int | None:
         return next(

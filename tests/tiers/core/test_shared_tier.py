@@ -68,7 +68,7 @@ def test_a_negative_answer_is_a_miss() -> None:
 def test_tiers_are_used_in_order() -> None:
     """B3.15: the CPU tier first, then as configured.
 
-    A known hit does not wait for an open query.
+    A hit of an earlier tier does not wait for an open query of a later one.
     """
     near, far = ModelTier("near", 1 << 20), Shared("far", 1 << 20)
     for tiers, source in (((near, far), 1), ((far, near), 2)):
@@ -81,6 +81,21 @@ def test_tiers_are_used_in_order() -> None:
         lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
         assert lease.sources[0] == 1, "both have it: the first one is asked"
         assert rig.core.stats().tiers[source].name == "near"
+
+
+@pytest.mark.parametrize("near_has_it", [True, False])
+def test_a_hit_waits_for_earlier_tiers(near_has_it: bool) -> None:
+    """B3.15: the block is loaded from the first tier that has it, whichever tier answers first."""
+    rig = Rig(Shared("near", 1 << 20), Shared("far", 1 << 20))
+    assert statuses(rig, keys(0)) == RETRY
+    near, far = questions(rig)
+    rig.core.lookup_finished(far.job_id, [True])
+    assert statuses(rig, keys(0)) == RETRY
+    assert rig.core.shared_tiers.query(rig.session, keys(0), prefix=True) == (keys(0), False)
+    rig.core.lookup_finished(near.job_id, [near_has_it])
+    assert statuses(rig, keys(0)) == PENDING
+    [load] = [command for command in rig.core.take_commands() if isinstance(command, LoadFromTier)]
+    assert load.tier == (near if near_has_it else far).tier
 
 
 def test_the_prefix_scan_continues_past_open_queries() -> None:
