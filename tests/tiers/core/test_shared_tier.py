@@ -84,7 +84,7 @@ def test_tiers_are_used_in_order() -> None:
 
 
 @pytest.mark.parametrize("near_has_it", [True, False])
-def test_a_hit_waits_for_earlier_tiers(near_has_it: bool) -> None:
+def test_a_hit_waits_for_earlier_tiers(*, near_has_it: bool) -> None:
     """B3.15: the block is loaded from the first tier that has it, whichever tier answers first."""
     rig = Rig(Shared("near", 1 << 20), Shared("far", 1 << 20))
     assert statuses(rig, keys(0)) == RETRY
