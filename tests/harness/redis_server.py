@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.certificates import Pair
 from harness.polling import wait_until
 from harness.ports import ReservedPort
 from harness.signals import stop
@@ -21,7 +22,7 @@ from harness.signals import stop
 from kvtier.tiers.remote.object_store import StoreUnavailableError
 from kvtier.tiers.remote.resp import ErrorAnswer, RespConnection, command
 
-__all__ = ["RedisCluster", "RedisServer", "debian_program", "needs_redis"]
+__all__ = ["RedisCluster", "RedisServer", "needs_redis"]
 
 SECONDS = 10.0
 """Limit of a command of a test."""
@@ -36,7 +37,7 @@ def server_program() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name, path=path))), None)
 
 
-def debian_program() -> str:
+def _debian_program() -> str:
     """Returns Debian's redis-server, which has TLS. Skips the test if it is not unpacked."""
     found = shutil.which("redis-server", path=f"{os.environ.get('REDIS_DIR', '/nowhere')}/usr/bin")
     if found is None:
@@ -51,21 +52,32 @@ def needs_redis() -> None:
 
 
 class RedisServer:
-    """Server on a port of the loopback interface; `start` may be called again after `kill`."""
+    """Server on a port of the loopback interface; `start` may be called again after `kill`.
 
-    def __init__(self, directory: Path, *options: str, program: str | None = None, in_cluster: bool = False) -> None:
-        self._reserved = [ReservedPort(), *([ReservedPort()] if in_cluster else [])]
-        self.port = self._reserved[0].number
-        self.cluster_port = self._reserved[-1].number
+    With `tls`, its clients outside of this class use a second port, which has TLS.
+    """
+
+    def __init__(
+        self, directory: Path, *options: str, tls: tuple[Pair, str] | None = None, in_cluster: bool = False
+    ) -> None:
+        """`tls`: the certificate of the server and the file of its authority."""
+        self._reserved = [ReservedPort() for _ in range(3)]
+        self.port, self.cluster_port, tls_port = (port.number for port in self._reserved)
         self.directory = directory
         self._options = [*options, *(["--cluster-port", str(self.cluster_port)] if in_cluster else [])]
-        self._program = program or server_program()
+        self._program = server_program()
+        self.client_port = self.port
+        if tls is not None:
+            pair, ca = tls
+            self._program, self.client_port = _debian_program(), tls_port
+            self._options += ["--tls-port", str(tls_port), "--tls-ca-cert-file", ca]
+            self._options += ["--tls-cert-file", pair.cert, "--tls-key-file", pair.key]
         self._process: subprocess.Popen[bytes] | None = None
         self._client: RespConnection | None = None
 
     @property
     def url(self) -> str:
-        return f"valkey://127.0.0.1:{self.port}"
+        return f"{'valkey' if self.client_port == self.port else 'valkeys'}://127.0.0.1:{self.client_port}"
 
     def start(self) -> None:
         assert self._program
@@ -119,21 +131,26 @@ class RedisServer:
 
 
 class RedisCluster:
-    """Cluster of three servers without replicas; a part of the hash slots each."""
+    """Cluster of three servers without replicas; a part of the hash slots each.
+
+    With `tls`, the servers use it among each other, too.
+    """
 
     SLOTS = 16384
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, tls: tuple[Pair, str] | None = None) -> None:
         self.servers: list[RedisServer] = []
         for number in range(3):
             (directory / f"node-{number}").mkdir()
             options = ["--cluster-enabled", "yes", "--cluster-require-full-coverage", "no"]
             options += ["--cluster-node-timeout", "1000"]
-            self.servers.append(RedisServer(directory / f"node-{number}", *options, in_cluster=True))
+            options += ["--tls-cluster", "yes"] if tls else []
+            self.servers.append(RedisServer(directory / f"node-{number}", *options, tls=tls, in_cluster=True))
 
     @property
     def url(self) -> str:
-        return "valkey://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+        first, *others = self.servers
+        return ",".join([first.url, *(f"127.0.0.1:{server.client_port}" for server in others)])
 
     def start(self) -> None:
         """Starts all servers. After `kill` they form the same cluster, without values."""

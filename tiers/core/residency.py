@@ -43,7 +43,7 @@ class ResidencyIndex:
     def find(
         self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = (), *, counted: bool = True
     ) -> tuple[SecondaryTierState | None, Presence]:
-        """Returns the first tier that can load a block, or None and why there is none.
+        """Returns the first tier that can load a block, or None and why no tier can.
 
         An earlier tier that has not answered yet makes the result UNKNOWN, although a later tier
         has the block: the earlier one is faster, and answers soon. If `counted`, counts a miss in

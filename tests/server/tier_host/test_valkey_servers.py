@@ -34,10 +34,10 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def start(tmp_path: Path, redis: RedisServer) -> Callable[..., ServerProcess]:
-    def make(name: str, options: str = "") -> ServerProcess:
+    def make(name: str, options: str = "", more: str = "") -> ServerProcess:
         config = f'[[tiers]]\ntype = "valkey"\nname = "shared"\noptions = {{ url = "{redis.url}"{options} }}\n'
         (tmp_path / name).mkdir()
-        return ServerProcess(tmp_path / name, region=32 * MIB, config=config).start()
+        return ServerProcess(tmp_path / name, region=32 * MIB, config=config + more).start()
 
     return make
 
@@ -143,3 +143,27 @@ def test_a_server_starts_before_its_store(redis: RedisServer, start: Callable[[s
         server.wait_for(lambda status: status.tiers[1].healthy)
         store(client, KEYS[4:8])
         wait_until(lambda: redis.command("DBSIZE") >= 4)
+
+
+def test_a_slower_tier_takes_over_while_the_store_hangs(
+    redis: RedisServer, start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    """Blocks come from Redis, although S3 knows them at once, and from S3 if Redis does not answer."""
+    pytest.importorskip("obstore")
+    redis.start()
+    (tmp_path / "bucket").mkdir()
+    s3 = f'[[tiers]]\ntype = "s3"\nname = "slower"\noptions = {{ url = "file://{tmp_path}/bucket" }}\n'
+    with start("a", more=s3) as first, start("b", more=s3) as second:
+        with Client(first.endpoint, namespace=NAMESPACE) as client:
+            store(client, KEYS)
+            client.flush(KEYS, wait=30)
+            wait_until(lambda: redis.command("DBSIZE") == len(KEYS))
+        with Client(second.endpoint, namespace=NAMESPACE) as client:
+            quarter = len(KEYS) // 4
+            for number in range(4):
+                if number == 2:
+                    redis.freeze(frozen=True)
+                assert load(client, KEYS[number * quarter : (number + 1) * quarter]) == quarter
+        assert (second.tier("shared").hits, second.tier("slower").hits) == (2 * quarter, 2 * quarter)
+        assert not second.tier("shared").healthy
+        redis.freeze(frozen=False)

@@ -10,8 +10,7 @@ import pytest
 from contracts.shared_tier import ExpiringValueContract
 from contracts.tier import CORRUPT, DONE, FAILED, MIB, MISSING, SPACE, content, empty, fetch, full, key
 from harness.certificates import Authority
-from harness.ports import ReservedPort
-from harness.redis_server import RedisServer, debian_program, needs_redis
+from harness.redis_server import RedisServer, needs_redis
 
 from kvtier.tiers.remote.dialing import ServerAddress
 from kvtier.tiers.remote.encryption import EncryptedValues, KeyRing
@@ -151,24 +150,23 @@ class TestServer:
         """The store's certificate is verified; the store can demand one of the server."""
         authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
         theirs, ours = authority.issue("store"), authority.issue("kvtier")
-        with ReservedPort() as port:
-            files = ("--tls-cert-file", theirs.cert, "--tls-key-file", theirs.key, "--tls-ca-cert-file", authority.ca)
-            server = RedisServer(tmp_path, "--tls-port", str(port.number), *files, program=debian_program())
-            server.start()
-            url = f"valkeys://127.0.0.1:{port.number}"
-            pair = {"tls_cert": Path(ours.cert), "tls_key": Path(ours.key)}
-            tiers = [
-                valkey_tier(url, tls_ca=Path(ca), **files) for ca in (authority.ca, stranger.ca) for files in (pair, {})
-            ]
-            try:
-                outcomes = [tier.store([full(key(1), [b"x"])]) for tier in tiers]
-                assert outcomes == [[DONE], [FAILED], [FAILED], [FAILED]]
-                assert fetch(tiers[0], key(1), (1,)) == (b"x",)
-                assert all(tier.last_error for tier in tiers[1:])
-            finally:
-                for tier in tiers:
-                    tier.close()
-                server.end()
+        server = RedisServer(tmp_path, tls=(theirs, authority.ca))
+        server.start()
+        pair = {"tls_cert": Path(ours.cert), "tls_key": Path(ours.key)}
+        tiers = [
+            valkey_tier(server.url, tls_ca=Path(ca), **files)
+            for ca in (authority.ca, stranger.ca)
+            for files in (pair, {})
+        ]
+        try:
+            outcomes = [tier.store([full(key(1), [b"x"])]) for tier in tiers]
+            assert outcomes == [[DONE], [FAILED], [FAILED], [FAILED]]
+            assert fetch(tiers[0], key(1), (1,)) == (b"x",)
+            assert all(tier.last_error for tier in tiers[1:])
+        finally:
+            for tier in tiers:
+                tier.close()
+            server.end()
 
     def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
         """The calls fail, and work as soon as the file exists."""

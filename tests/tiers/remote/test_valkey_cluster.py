@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from contracts.shared_tier import GENEROUS_SECONDS, ExpiringValueContract
 from contracts.tier import DONE, FAILED, KIB, MISSING, SPACE, content, empty, full, held, key
+from harness.certificates import Authority
 from harness.polling import wait_until
 from harness.redis_server import RedisCluster, RedisServer, needs_redis
 
@@ -29,8 +30,8 @@ LIMITS = RemoteLimits(deadline_seconds=1.0, ttl_seconds=1000)
 """A call must end in bounded time when a server hangs, but not too early on a busy machine."""
 
 
-def open_tier(url: str, limits: RemoteLimits = LIMITS) -> ValkeyTier:
-    return ValkeyTier("far", 1 << 30, url=url, limits=limits)
+def open_tier(url: str, limits: RemoteLimits = LIMITS, **files: Path) -> ValkeyTier:
+    return ValkeyTier("far", 1 << 30, url=url, limits=limits, **files)
 
 
 @pytest.mark.remote
@@ -72,22 +73,34 @@ class TestValkeyClusterTier(ExpiringValueContract):
 
 
 @pytest.mark.remote
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "tls"])
 class TestCluster:
     @pytest.fixture
-    def cluster(self, tmp_path: Path) -> Iterator[RedisCluster]:
+    def files(self, tmp_path: Path, *, is_encrypted: bool) -> dict[str, Path]:
+        """Returns the options with which a tier verifies the servers, and proves itself to them."""
+        if not is_encrypted:
+            return {}
+        self.authority = Authority(tmp_path)
+        ours = self.authority.issue("kvtier")
+        return {"tls_ca": Path(self.authority.ca), "tls_cert": Path(ours.cert), "tls_key": Path(ours.key)}
+
+    @pytest.fixture
+    def cluster(self, tmp_path: Path, files: dict[str, Path]) -> Iterator[RedisCluster]:
         needs_redis()
-        cluster = RedisCluster(tmp_path)
+        cluster = RedisCluster(tmp_path, (self.authority.issue("store"), self.authority.ca) if files else None)
         cluster.start()
         yield cluster
         cluster.end()
 
     @pytest.fixture
-    def tier(self, cluster: RedisCluster) -> Iterator[ValkeyTier]:
-        tier = open_tier(cluster.url)
+    def tier(self, cluster: RedisCluster, files: dict[str, Path]) -> Iterator[ValkeyTier]:
+        tier = open_tier(cluster.url, **files)
         yield tier
         tier.close()
 
-    def test_a_block_is_at_the_node_of_its_slot(self, cluster: RedisCluster, tier: ValkeyTier) -> None:
+    def test_a_block_is_at_the_node_of_its_slot(
+        self, cluster: RedisCluster, tier: ValkeyTier, files: dict[str, Path]
+    ) -> None:
         """The servers compute the same slots, and one address finds the whole cluster."""
         assert tier.store([full(name, [b"x"]) for name in BLOCKS]) == [DONE] * len(BLOCKS)
         counts = [server.command("DBSIZE") for server in cluster.servers]
@@ -97,7 +110,7 @@ class TestCluster:
             assert slot_of(name_of(SPACE, name)) == cluster.servers[0].command(
                 "CLUSTER", "KEYSLOT", name_of(SPACE, name)
             )
-        other = open_tier(cluster.servers[1].url)
+        other = open_tier(cluster.servers[1].url, **files)
         assert other.lookup([(SPACE, name) for name in BLOCKS]) == [True] * len(BLOCKS)
         other.close()
 
@@ -139,7 +152,7 @@ class TestCluster:
         for _ in range(20):
             outcomes = load()
             assert outcomes == [FAILED if is_theirs else DONE for is_theirs in theirs]
-        assert str(dead.port) in (tier.last_error or "")
+        assert str(dead.client_port) in (tier.last_error or "")
         assert tier.lookup([(SPACE, name) for name in BLOCKS]) == [not is_theirs for is_theirs in theirs]
         ended.set()
         for thread in threads:
@@ -165,7 +178,7 @@ class TestCluster:
         slot, ids = str(slot_of(name)), {server: server.command("CLUSTER", "MYID") for server in (source, target)}
         target.command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
         source.command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
-        source.command("MIGRATE", "127.0.0.1", str(target.port), name, "0", "5000")
+        source.command("MIGRATE", "127.0.0.1", str(target.client_port), name, "0", "5000")
         assert tier.load([empty(BLOCKS[0], (1,))])[0] in (MISSING, DONE)
         for server in (target, source):
             server.command("CLUSTER", "SETSLOT", slot, "NODE", ids[target])
