@@ -37,6 +37,8 @@ __all__ = ["MooncakeStore", "MooncakeTier"]
 Piece = bytes | memoryview
 Place = tuple[int, int, int]
 """Area, offset and size of a piece."""
+_StagedPiece = tuple[int, memoryview, int]
+"""Number of the value, a piece of it, and the piece's offset in staging memory."""
 
 # Error codes of Mooncake (mooncake-store/include/types.h).
 NO_AVAILABLE_HANDLE = -200
@@ -45,7 +47,8 @@ OBJECT_ALREADY_EXISTS = -705
 RPC_FAIL = -900
 RPC_TIMEOUT = -901
 
-_ALIGNMENT = 64
+_COMBINED_BYTES = 512 << 10
+"""A smaller value is copied into one piece: each piece is a transfer, which costs more."""
 _CHECKED_NAME = "kvtier/check"
 
 
@@ -96,7 +99,7 @@ class MooncakeStore:
         self._process = process
         self._deadline_seconds = deadline_seconds
         self._link: tuple[MooncakeChild, socket.socket] | None = None
-        self._staging: _Staging | None = None
+        self._staging = _Staging()
 
     def exists(self, names: Sequence[bytes]) -> list[bool]:
         """A value on a dead node counts as absent after a load of it has failed."""
@@ -106,8 +109,8 @@ class MooncakeStore:
         return [code == 1 and name not in self._process.suspects for code, name in zip(codes, names, strict=True)]
 
     def renew(self, names: Sequence[bytes], ttl_seconds: float) -> list[bool]:
-        """Mooncake's values have no time to live."""
-        return self.exists(names)
+        """Returns False for all: there is no time to live, and `put` skips existing values."""
+        return [False] * len(names)
 
     def get(
         self, names: Sequence[bytes], values: Sequence[Sequence[memoryview]], ttl_seconds: float
@@ -136,7 +139,9 @@ class MooncakeStore:
     def put(
         self, names: Sequence[bytes], value_of: Callable[[int], Sequence[Piece]], ttl_seconds: float
     ) -> list[Outcome]:
-        places = self._place([value_of(number) for number in range(len(names))], fill=True)
+        places, staged = self._place([value_of(number) for number in range(len(names))])
+        for _, piece, offset in staged:
+            self._staging.copy_from(piece, offset)
         codes = self._call("put", names, places)
         if codes and all(code in (RPC_FAIL, RPC_TIMEOUT) for code in codes):
             raise _no_answer(codes[0])
@@ -160,9 +165,7 @@ class MooncakeStore:
 
     def close(self) -> None:
         self._disconnect()
-        if self._staging is not None:
-            self._staging.close()
-            self._staging = None
+        self._staging.close()
 
     def _get_other_size(self, name: bytes, pieces: Sequence[memoryview], size: int) -> int:
         """Fills pieces from a smaller value; returns the size of the value."""
@@ -177,46 +180,40 @@ class MooncakeStore:
     def _get(self, names: Sequence[bytes], values: Sequence[Sequence[memoryview]]) -> list[int]:
         if not names:
             return []
-        places = self._place(values, fill=False)
+        places, staged = self._place(values)
         codes = self._call("get", names, places)
-        for pieces, placed, code in zip(values, places, codes, strict=True):
-            if code > 0 and self._staging is not None:
-                for piece, (area, offset, _) in zip(filter(len, pieces), placed, strict=True):
-                    if area == STAGING:
-                        self._staging.copy_to(piece, offset)
+        for number, piece, offset in staged:
+            if codes[number] > 0:
+                self._staging.copy_to(piece, offset)
         return codes
 
     def _ask(self, call: str, names: Sequence[bytes]) -> list[int]:
         """Makes a call that moves no bytes."""
         return self._call(call, names, ())
 
-    def _place(self, values: Sequence[Sequence[Piece]], *, fill: bool) -> list[list[Place]]:
-        """Returns where the pieces are: in the region, or else in staging memory."""
+    def _place(self, values: Sequence[Sequence[Piece]]) -> tuple[list[list[Place]], list[_StagedPiece]]:
+        """Returns where the values are, and the pieces that need a copy to or from staging memory.
+
+        A small value has one place.
+        """
         places: list[list[Place]] = []
-        outside: list[tuple[memoryview, int]] = []
+        staged: list[_StagedPiece] = []
         end = 0
-        for value in values:
-            placed: list[Place] = []
-            for piece in value:
-                view = memoryview(piece)
-                if not view.nbytes:
-                    continue
-                offset = self._offset_in_region(view)
+        for number, value in enumerate(values):
+            pieces = [view for piece in value if (view := memoryview(piece)).nbytes]
+            is_small = sum(view.nbytes for view in pieces) < _COMBINED_BYTES
+            start, placed = end, list[Place]()
+            for view in pieces:
+                offset = None if is_small else self._offset_in_region(view)
                 if offset is not None:
                     placed.append((REGION, offset, view.nbytes))
                 else:
                     placed.append((STAGING, end, view.nbytes))
-                    outside.append((view, end))
-                    end += -(-view.nbytes // _ALIGNMENT) * _ALIGNMENT
-            places.append(placed)
-        if end and (self._staging is None or self._staging.nbytes < end):
-            if self._staging is not None:
-                self._staging.close()
-            self._staging = _Staging(end)
-        if fill and self._staging is not None:
-            for view, at in outside:
-                self._staging.copy_from(view, at)
-        return places
+                    staged.append((number, view, end))
+                    end += view.nbytes
+            places.append([(STAGING, start, end - start)] if is_small and placed else placed)
+        self._staging.reserve(end)
+        return places, staged
 
     def _offset_in_region(self, view: memoryview) -> int | None:
         region = self._process.region
@@ -237,7 +234,7 @@ class MooncakeStore:
         fds = []
         if places:
             request["pieces"] = places
-            if self._staging is not None and not self._staging.is_sent:
+            if self._staging.nbytes and not self._staging.is_sent:
                 request["staging_bytes"], fds = self._staging.nbytes, [self._staging.fd]
         text = json.dumps(request).encode()
         try:
@@ -257,7 +254,7 @@ class MooncakeStore:
         except BaseException:
             self._end_late_call(child, is_transfer=bool(places))
             raise
-        if fds and self._staging is not None:
+        if fds:
             self._staging.is_sent = True
         return codes
 
@@ -266,8 +263,7 @@ class MooncakeStore:
             self._disconnect()
         if self._link is None:
             self._link = self._process.connect(ends_at)
-            if self._staging is not None:
-                self._staging.is_sent = False
+            self._staging.is_sent = False
         return self._link
 
     def _end_late_call(self, child: MooncakeChild, *, is_transfer: bool) -> None:
@@ -289,15 +285,25 @@ def _receive(connection: socket.socket, nbytes: int, ends_at: float) -> bytes:
 
 
 class _Staging:
-    """Memory that is shared with the process, for headers and encrypted values."""
+    """Memory that is shared with the process, for headers, small values and encrypted values."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.is_sent = False
+        self.fd = -1
+        self._view = memoryview(b"")
+        self._address = 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Replaces the memory if it is smaller. Its bytes are then lost."""
+        if nbytes <= self.nbytes:
+            return
+        self.close()
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.is_sent = False
         self.fd = os.memfd_create("kvtier-mooncake", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, self.nbytes)
-        self._map = mmap.mmap(self.fd, self.nbytes)
-        self._view = memoryview(self._map)
+        self._view = memoryview(mmap.mmap(self.fd, self.nbytes))
         self._address = address_of(self._view)
 
     def copy_from(self, source: memoryview, offset: int) -> None:
@@ -307,9 +313,10 @@ class _Staging:
         copy_from(address_of(target), self._view[offset : offset + target.nbytes])
 
     def close(self) -> None:
-        self._view.release()
-        self._map.close()
-        os.close(self.fd)
+        if self.nbytes:
+            self._view.release()  # the last reference to the mapping
+            os.close(self.fd)
+            self.nbytes = 0
 
 
 def _outcome(code: int) -> Outcome:

@@ -24,7 +24,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = ["LENGTH", "READY", "REGION", "STAGING", "read_exactly"]
@@ -41,6 +41,8 @@ READY = b"ready"
 _PR_SET_PDEATHSIG = 1
 _NO_SEGMENT = 0
 _NO_BUFFER = 0
+Move = Callable[[list[str], list[Any], list[Any]], Sequence[int]]
+"""Call of Mooncake with names, addresses and sizes."""
 _ADDRESS = (ctypes.c_char * 0).from_buffer
 
 
@@ -108,16 +110,21 @@ class _Connection:
                 codes = [self._store.get_size(name) for name in names]
             case "remove":
                 codes = self._store.batch_remove(names, True)  # also if a read has leased the value
+            case "put":
+                codes = self._move(self._store.batch_put_from, self._store.batch_put_from_multi_buffers, names, pieces)
             case _:
-                addresses = [[self._addresses[area] + offset for area, offset, _ in value] for value in pieces]
-                sizes = [[nbytes for _, _, nbytes in value] for value in pieces]
-                move = (
-                    self._store.batch_put_from_multi_buffers
-                    if call == "put"
-                    else self._store.batch_get_into_multi_buffers
-                )
-                codes = move(names, addresses, sizes)
+                codes = self._move(self._store.batch_get_into, self._store.batch_get_into_multi_buffers, names, pieces)
         return list(map(int, codes))
+
+    def _move(
+        self, move: Move, move_pieces: Move, names: list[str], pieces: Sequence[Sequence[Sequence[int]]]
+    ) -> Sequence[int]:
+        """Calls `move` if each value is one piece: that is faster than `move_pieces`."""
+        addresses = [[self._addresses[area] + offset for area, offset, _ in value] for value in pieces]
+        sizes = [[nbytes for _, _, nbytes in value] for value in pieces]
+        if any(len(value) != 1 for value in pieces):
+            return move_pieces(names, addresses, sizes)
+        return move(names, [address for [address] in addresses], [nbytes for [nbytes] in sizes])
 
 
 def read_exactly(connection: socket.socket, nbytes: int) -> bytes:

@@ -148,7 +148,7 @@ def test_a_server_starts_before_its_store(redis: RedisServer, start: Callable[[s
 def test_a_slower_tier_takes_over_while_the_store_hangs(
     redis: RedisServer, start: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
-    """Blocks come from Redis, although S3 knows them at once, and from S3 if Redis does not answer."""
+    """The blocks come from Redis, although S3 answers earlier, and from S3 while Redis hangs."""
     pytest.importorskip("obstore")
     redis.start()
     (tmp_path / "bucket").mkdir()

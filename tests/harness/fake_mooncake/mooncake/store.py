@@ -42,6 +42,12 @@ class MooncakeDistributedStore:
     def batch_remove(self, keys: list[str], force: bool) -> list[int]:  # noqa: FBT001 - as in Mooncake
         return self._ask("remove", keys)
 
+    def batch_put_from(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> list[int]:
+        return self._ask("put", keys, list(map(ctypes.string_at, buffer_ptrs, sizes)))
+
+    def batch_get_into(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> list[int]:
+        return self.batch_get_into_multi_buffers(keys, [[each] for each in buffer_ptrs], [[each] for each in sizes])
+
     def batch_put_from_multi_buffers(
         self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
     ) -> list[int]:
