@@ -28,6 +28,7 @@ _ATTRIBUTES = {
     "shared": bool,
     "parallel_stores": int,
     "parallel_loads": int,
+    "gather_bytes": int,
 }
 """Types of the attributes that a tier must have besides `name` and `capacity_bytes`."""
 

@@ -41,7 +41,10 @@ After a late vote, the event loop does not wait for the tier's next vote.
 _MAX_KEY_BYTES = 1024
 _MOST_BYTES = 2**63
 _KVTIER = f"{SecondaryTier.__module__.partition('.')[0]}."
-_ATTRIBUTES = ("type", "durable", "medium", "local", "shared", "on_demand", "parallel_stores", "parallel_loads")
+_ATTRIBUTES = (
+    *("type", "durable", "medium", "local", "shared", "on_demand"),
+    *("parallel_stores", "parallel_loads", "gather_bytes"),
+)
 """Attributes copied from the tier; `open_tier` has checked them."""
 _FAILED = object()
 

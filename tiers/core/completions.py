@@ -39,12 +39,13 @@ class Durability:
         return bytes(self.of(namespace, key) for key in keys)
 
     def store_skipped(self) -> None:
-        """Stores the blocks whose earlier store in a tier failed or found the queue full.
+        """Stores all queued blocks, and those whose earlier store failed or found the queue full.
 
         The most recently used blocks are stored first. Blocks that a tier has evicted are not
         stored again, because they would displace the current blocks of the tier.
         """
         self._transfers.cascade(self._cpu_tier.skipped_blocks(), None, even_if_busy=True)
+        self._transfers.hurry()
 
     def of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
         if self._residency.is_durable(namespace, key):

@@ -369,6 +369,7 @@ class TierManager:
         if resetting := self.resetting(session):
             return resetting
         self.handoffs.reset(session.namespace.id, self._now)
+        self._transfers.hurry()  # queued blocks are pinned
         self._sliced_work.continue_if(self._cpu_tier.reset(session.namespace.id))
         return self.resetting(session)
 

@@ -29,6 +29,8 @@ the block as missing. A negative answer is used until the next tick, which is at
 that blocks of other servers are found soon."""
 
 MAX_ANSWERS = 1 << 16
+GATHER_SECONDS = 2.0
+"""Limit of the time that a queue waits for more blocks (see `SecondaryTier.gather_bytes`)."""
 
 
 class PresenceCache:
@@ -137,6 +139,13 @@ class SecondaryTierState:
         self.pending_stores: dict[tuple[NamespaceId, bytes], list[Request]] = {}
         """Per block that is queued or being stored: the REQUEST_LEVEL requests that wait for it."""
         self.queued_bytes = 0
+        """Bytes of the write-back queue and of running stores."""
+        self.waiting_bytes = 0
+        """Bytes of the write-back queue."""
+        self.gathers_until = 0.0
+        """Time at which the queue no longer waits for more blocks."""
+        self.is_urgent = False
+        """Whether no block in the queue may wait for more blocks."""
         self.jobs = 0
         self.stalled = False
         """Whether a job of the tier takes too long. A stalled tier gets no new jobs."""
@@ -157,6 +166,30 @@ class SecondaryTierState:
         admitted = self.admission is None or self.admission.admits(block.name, user)
         self.declined += not admitted
         return admitted
+
+    def enqueue(self, block: Block) -> None:
+        """Adds a pinned block to the write-back queue."""
+        if not self.write_back_queue:
+            self.gathers_until = self.catalog.queues.now + GATHER_SECONDS
+        self.write_back_queue.append(block)
+        self.queued_bytes += block.nbytes
+        self.waiting_bytes += block.nbytes
+
+    def dequeue(self, batch: Iterable[Block]) -> None:
+        """Removes the first blocks from the write-back queue."""
+        for block in batch:
+            self.write_back_queue.popleft()
+            self.waiting_bytes -= block.nbytes
+        self.is_urgent &= bool(self.write_back_queue)
+
+    def is_gathering(self) -> bool:
+        """Returns whether the queue waits for more blocks before the next store."""
+        return (
+            self.waiting_bytes < min(self.tier.gather_bytes, self.max_queued_bytes // 2)
+            and not self.pending_stores
+            and not self.is_urgent
+            and self.catalog.queues.now < self.gathers_until
+        )
 
     def matches(self, tiers: TierFilter) -> bool:
         tier = self.tier
@@ -252,7 +285,7 @@ class SecondaryTierState:
             shares=self.catalog.queues.stats(),
             declined=self.declined,
             queued_bytes=self.queued_bytes,
-            jobs=self.jobs,
+            jobs=self.jobs + bool(self.write_back_queue),
             stored_bytes=self.stored_bytes,
             loaded_bytes=self.loaded_bytes,
             healthy=self.tier.last_error is None,

@@ -214,6 +214,12 @@ class TransferScheduler:
                     secondary.catalog.recount(entry)
                 secondary.use(batch, user)
 
+    def hurry(self) -> None:
+        """Starts the stores of all queued blocks without waiting for more blocks."""
+        for secondary in self.secondaries:
+            secondary.is_urgent = bool(secondary.write_back_queue)
+            self._advance(secondary)
+
     def retain(self, blocks: Sequence[Block]) -> None:
         for secondary in self.secondaries:
             secondary.retain(blocks)
@@ -326,7 +332,7 @@ class TransferScheduler:
             secondary.dropped += 1
             block.skip_reason = MissReason.STORE_FAILED
             self._cpu_tier.unpin([block])
-        secondary.write_back_queue.clear()
+        secondary.dequeue(list(secondary.write_back_queue))
         for name in list(secondary.pending_stores):
             acknowledged += self._acknowledge(secondary, name, stored=False)
         return acknowledged
@@ -388,9 +394,8 @@ class TransferScheduler:
         if victims is None:
             return False
         secondary.pending_removals += victims
-        secondary.queued_bytes += block.nbytes
         block.pins += 1
-        secondary.write_back_queue.append(block)
+        secondary.enqueue(block)
         return True
 
     def _acknowledge(self, secondary: SecondaryTierState, name: Name, *, stored: bool) -> list[Request]:
@@ -410,9 +415,10 @@ class TransferScheduler:
             if not secondary.tier.shared:
                 self._commands.append(RemoveFromTier(secondary.index, names))
         while secondary.write_back_queue and secondary.stores < secondary.tier.parallel_stores:
+            if secondary.is_gathering():
+                return
             batch = _batch(secondary.write_back_queue)
-            for _ in batch:
-                secondary.write_back_queue.popleft()
+            secondary.dequeue(batch)
             secondary.stores += 1
             self._begin(secondary, JobKind.STORE, batch)
 

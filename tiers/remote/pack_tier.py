@@ -80,7 +80,7 @@ class PackTier(NetworkTier):
         super().__init__(name, capacity_bytes, limits=limits, codec=codec)
         self._node = node
         self._bucket = bucket
-        self._pack_bytes = pack_bytes
+        self._pack_bytes = self.gather_bytes = pack_bytes
         self._clock = clock
         self._directory = PackDirectory(directory_bytes)
         self._transfers = ThreadPoolExecutor(THREADS, f"kvtier-{name}-transfer")

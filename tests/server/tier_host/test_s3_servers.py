@@ -54,10 +54,11 @@ def test_blocks_of_another_server_are_loaded(seaweed: SeaweedServer, tmp_path: P
         Client(second.endpoint, namespace=NAMESPACE) as other,
     ):
         assert load(other, KEYS) == 0
-        one.store(KEYS, [payload(key, PART) for key in KEYS])
+        for key in KEYS:
+            one.store([key], [payload(key, PART)])
         wait_until(lambda: load(other, KEYS[:24]) == 24)
         assert second.tier("shared").hits == 24
-        assert len(seaweed.paths()) < len(KEYS), "packs"
+        assert len(seaweed.paths()) < len(KEYS) // 2, "single blocks become packs"
         seaweed.kill()
         assert load(other, KEYS[24:]) == 0
         assert load(one, KEYS) == len(KEYS), "the CPU tier of the first server still has the blocks"
@@ -67,3 +68,15 @@ def test_blocks_of_another_server_are_loaded(seaweed: SeaweedServer, tmp_path: P
         new = [key_of(number) for number in range(100, 104)]
         other.store(new, [payload(key, PART) for key in new])
         wait_until(lambda: load(one, new) == len(new))
+
+
+def test_a_stop_stores_the_blocks_that_wait_for_others(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    (tmp_path / "bucket").mkdir()
+    config = f'[[tiers]]\ntype = "s3"\noptions = {{ url = "file://{tmp_path}/bucket" }}\n'
+    with ServerProcess(tmp_path, region=32 * MIB, config=config).start() as server:
+        with Client(server.endpoint, namespace=NAMESPACE) as client:
+            client.store(KEYS[:1], [payload(KEYS[0], PART)])
+        assert not any(path.is_file() for path in (tmp_path / "bucket").rglob("*")), "it waits"
+        assert server.terminate() == 0
+        assert any(path.is_file() for path in (tmp_path / "bucket").rglob("*"))

@@ -228,6 +228,40 @@ def test_stores_of_a_shared_tier_overlap() -> None:
         assert rig.core.stats().tiers[1].blocks == 5
 
 
+def test_a_small_store_waits_for_more_blocks() -> None:
+    """For two seconds, unless the blocks suffice, a reset runs or the server stops."""
+    tier = Shared("far", 1 << 20)
+    tier.gather_bytes = 4 * 4096
+    rig = Rig(tier, extents=64)
+
+    def stored() -> list[int]:
+        commands = [command for command in rig.core.take_commands() if isinstance(command, StoreInTier)]
+        for command in commands:
+            rig.core.job_finished(command.job_id, [Outcome.DONE] * len(command.blocks))
+        return [len(command.blocks) for command in commands]
+
+    rig.store(keys(0))
+    assert stored() == []
+    assert rig.core.stats().tiers[1].jobs == 1
+    rig.store(keys(1, 2, 3))
+    assert stored() == [4]
+    rig.core.tick(10)
+    rig.store(keys(4))
+    rig.core.tick(11)
+    rig.store(keys(5))
+    assert stored() == []
+    rig.core.tick(12)
+    assert stored() == [2]
+    rig.store(keys(6))
+    rig.core.durability.store_skipped()
+    assert stored() == [1]
+    rig.store(keys(7))
+    rig.core.reset(rig.session)
+    assert stored() == [1]
+    assert not rig.core.resetting(rig.session)
+    assert rig.core.stats().tiers[1].jobs == 0
+
+
 def test_a_block_that_the_store_lost_is_stored_again() -> None:
     """After a negative answer the server no longer counts the block as stored."""
     rig = Rig(Shared("far", 1 << 20))

@@ -16,7 +16,7 @@ from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.prefetches import PrefetchBudget
 from kvtier.tiers.core.requests import Request
-from kvtier.tiers.core.secondary import SecondaryTierState
+from kvtier.tiers.core.secondary import GATHER_SECONDS, SecondaryTierState
 from kvtier.tiers.core.stores import Store
 from kvtier.tiers.core.transfers import JobKind
 from kvtier.tiers.types import EngineSession
@@ -190,6 +190,22 @@ def is_storing(secondary: SecondaryTierState, name: Name) -> bool:
     """Returns whether a block is queued for a tier or being stored in it."""
     entry = secondary.catalog.get(*name)
     return entry is not None and entry.state is EntryState.STORING and not secondary.stalled
+
+
+def is_gathering(core: TierManager) -> bool:
+    """Returns whether the queue of any tier waits for more blocks."""
+    return any(each.write_back_queue for each in secondaries(core))
+
+
+def may_gather(secondary: SecondaryTierState, now: float) -> bool:
+    """Returns whether a queue may wait for more blocks: it is short, new, and not waited for."""
+    queued = sum(block.nbytes for block in secondary.write_back_queue)
+    return (
+        queued < secondary.tier.gather_bytes
+        and not secondary.pending_removals
+        and not any(secondary.catalog.get(*name) for name in secondary.pending_stores)
+        and now < secondary.gathers_until <= now + GATHER_SECONDS
+    )
 
 
 def on_the_way(core: TierManager, secondary: SecondaryTierState) -> list[Block]:

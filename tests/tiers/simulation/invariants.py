@@ -88,18 +88,22 @@ def _jobs(world: World) -> None:
     if budget.loading_bytes > budget.limit_bytes:
         raise Violation(Invariant.JOBS, f"prefetches load {budget.loading_bytes} bytes, more than their limit")
     per_tier = Counter(job.command.tier for job in world.ledger.jobs.values())
-    for number, tier in enumerate(world.core_view.stats.tiers[1:], 1):
-        if tier.jobs != per_tier[number]:
-            raise Violation(Invariant.JOBS, f"{tier.name} says that {tier.jobs} jobs run, not {per_tier[number]}")
     for secondary in inside.secondaries(world.core):
+        tier = world.core_view.stats.tiers[secondary.index]
+        jobs = per_tier[secondary.index] + bool(secondary.write_back_queue)
+        if tier.jobs != jobs:
+            raise Violation(Invariant.JOBS, f"{tier.name} says that {tier.jobs} jobs run or wait, not {jobs}")
         asked = {name for job in world.ledger.queries.values() if job.tier == secondary.index for name in job.keys}
         if inside.open_questions(secondary) != asked:
             raise Violation(Invariant.JOBS, f"{secondary.tier.name} did not get a query of the core")
+        if secondary.waiting_bytes != sum(block.nbytes for block in secondary.write_back_queue):
+            raise Violation(Invariant.JOBS, f"the bytes that wait for {secondary.tier.name} do not add up")
         gets_on = secondary.index not in world.environment.stalled
         if (
             gets_on
             and (secondary.write_back_queue or secondary.pending_removals)
             and not world.ledger.running(secondary.index, loads=False)
+            and not inside.may_gather(secondary, world.environment.latest)
         ):
             raise Violation(Invariant.JOBS, f"work for {secondary.tier.name} waits without a running job")
 

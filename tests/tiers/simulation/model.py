@@ -54,6 +54,7 @@ EXERCISED = (
     "blocks evicted by a shared store",
     "blocks evicted by a shared store",
     "blocks expired",
+    "blocks gathered",
     "blocks not retained",
     "blocks parked",
     "blocks retained",
@@ -194,8 +195,9 @@ class ModelTier(SecondaryTier):
         self.lies: dict[Name, int] = {}
         """Sizes of blocks that it misreports."""
 
-    def share(self) -> None:
+    def share(self, gather_bytes: int) -> None:
         """Lets other servers write to its storage, which may evict blocks at any time."""
+        self.gather_bytes = gather_bytes
         self.shared, self.local, self.medium = True, False, Medium.NETWORK  # type: ignore[misc]
         self.durable, self.parallel_stores = False, 2  # type: ignore[misc]
 

@@ -64,8 +64,8 @@ MUTANTS = (
         "a queued block is not pinned",
         Invariant.PINS,
         "core/transfers.py",
-        "        block.pins += 1\n        secondary.write_back_queue.append(block)",
-        "        secondary.write_back_queue.append(block)",
+        "        block.pins += 1\n        secondary.enqueue(block)",
+        "        secondary.enqueue(block)",
     ),
     Mutant(
         "leases outlive their session",
@@ -108,6 +108,20 @@ MUTANTS = (
         "core/transfers.py",
         "            job.secondary.stores -= 1\n        self._advance(job.secondary)\n",
         "            job.secondary.stores -= 1\n",
+    ),
+    Mutant(
+        "a short queue waits for ever",
+        Invariant.JOBS,
+        "core/secondary.py",
+        "            and self.catalog.queues.now < self.gathers_until\n",
+        "",
+    ),
+    Mutant(
+        "a short queue makes a request wait",
+        Invariant.JOBS,
+        "core/secondary.py",
+        "            and not self.pending_stores\n",
+        "",
     ),
     Mutant(
         "a query is never sent to its tier",

@@ -56,7 +56,7 @@ class World:
         for tier in self.tiers:
             tier.rules = self.rng.choice(RULES)
         if self.tiers and self.rng.random() < 0.4:
-            self.tiers[-1].share()
+            self.tiers[-1].share(gather_bytes=self.rng.choice((0, 10 * 4096)))
         self.sessions = Sessions(self)
         self.environment = Environment(self)
         weighted: dict[Callable[[], None], float] = {}
@@ -156,6 +156,8 @@ class World:
         for record, names in self._due:
             self.ledger.requests.due(record, names, view)
         self.ledger.count_arrivals()
+        gathering = any(each.write_back_queue and not each.stores for each in secondaries)
+        self.saw("blocks gathered", gathering)
         self.saw("requests cut short", any(record.missing for record in self.ledger.requests.just_ended))
         self.saw("parked blocks resolved", bool(self.ledger.requests.resolve_parked(view)))
         fresh = set(core_view.ready).difference(self.before.ready)
@@ -251,11 +253,10 @@ class World:
             self._event(self.environment.next_slice)
             yield
         left = MAX_WORK
-        while not self.work.done():
-            self._event(self.environment.run_work)
-            yield
-            self._event(self.environment.answer)
-            yield
+        while not self.work.done() or inside.is_gathering(self.core):
+            for action in (self.environment.run_work, self.environment.answer, self.environment.tick):
+                self._event(action)
+                yield
             left -= 1
             self.must(Invariant.LEAKS, left > 0, "work never ends")
 
