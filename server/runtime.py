@@ -215,6 +215,9 @@ class TierRuntime:
         return await self._wait_for_stalled(deadline) and idle and stored
 
     def _running_jobs(self) -> int:
+        """Starts the stores that still wait for more blocks; returns the number of jobs."""
+        self.core.durability.hurry()
+        self.run_commands()
         return sum(worker.jobs for worker in self._workers if not worker.stalled)
 
     async def _wait_for_stalled(self, deadline: float) -> bool:

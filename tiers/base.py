@@ -155,9 +155,10 @@ class SecondaryTier(ABC):
     """Number of loads that the server runs at once."""
 
     gather_bytes: int = 0
-    """Smallest store that the server begins at once. A smaller one waits up to two seconds for
-    more blocks, unless a request waits for it, a reset runs or the server stops. For storage in
-    which small objects are slow or expensive."""
+    """Smallest store that the server begins at once; at most an eighth of the region counts. A
+    smaller one waits up to two seconds for more blocks, unless a request waits for it, a reset runs
+    or the server stops. For storage in which small objects are slow or expensive, and which is not
+    `durable`."""
 
     def __init__(self, name: str, capacity_bytes: int) -> None:
         """`capacity_bytes` limits the sum of `Entry.nbytes` of all blocks in the tier."""

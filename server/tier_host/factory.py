@@ -121,6 +121,8 @@ def _check(tier: SecondaryTier, config: TierConfig) -> None:
         value = getattr(tier, attribute, None)
         if not isinstance(value, kind):
             raise TierOpenError(f"its `{attribute}` is {safe_repr(value)}; it must be a {kind.__name__}")
+    if tier.durable and tier.gather_bytes:
+        raise TierOpenError("it has `gather_bytes` although it is `durable`; a flush must not wait for more blocks")
     # Removals of a tier that is not shared are ordered by running one store or removal at a time.
     for attribute, most in (
         ("parallel_stores", _MAX_PARALLEL if tier.shared else 1),

@@ -45,6 +45,10 @@ class Durability:
         stored again, because they would displace the current blocks of the tier.
         """
         self._transfers.cascade(self._cpu_tier.skipped_blocks(), None, even_if_busy=True)
+        self.hurry()
+
+    def hurry(self) -> None:
+        """Starts the stores that wait for more blocks."""
         self._transfers.hurry()
 
     def of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:

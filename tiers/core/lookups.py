@@ -208,11 +208,11 @@ class LookupHandler:
         for block in blocks:
             if block.ready or block.pending or block.hold_only:
                 continue
-            if self._residency.peek(block.namespace, block.key) is Presence.HELD:
-                secondary, _ = self._residency.find(block.namespace, block.key)
-                if secondary is not None:
-                    block.promoting = True
-                    found.append((secondary, block))
+            # A publication does not come again after the answers of shared tiers.
+            secondary, _ = self._residency.find(block.namespace, block.key, counted=False, waits=False)
+            if secondary is not None:
+                block.promoting = True
+                found.append((secondary, block))
         self._cpu_tier.reserve([block for _, block in found])
         for _, block in found:
             if None in block.slots:

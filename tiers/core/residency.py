@@ -41,19 +41,28 @@ class ResidencyIndex:
         return frozenset(secondary.index for secondary in self._secondaries if secondary.matches(tiers))
 
     def find(
-        self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = (), *, counted: bool = True
+        self,
+        namespace: NamespaceId,
+        key: bytes,
+        excluded: Collection[int] = (),
+        *,
+        counted: bool = True,
+        waits: bool = True,
     ) -> tuple[SecondaryTierState | None, Presence]:
         """Returns the first tier that can load a block, or None and why no tier can.
 
-        An earlier tier that has not answered yet makes the result UNKNOWN, although a later tier
-        has the block: the earlier one is faster, and answers soon. If `counted`, counts a miss in
-        each earlier tier that could not load the block.
+        If an earlier tier must still answer (`PresenceCache.must_wait`), the result is UNKNOWN,
+        although a later tier has the block: the earlier one is faster. With `waits` False, it is
+        the first tier that is known to have the block. If `counted`, counts a miss in each earlier
+        tier that could not load the block.
         """
-        presence = Presence.ABSENT
+        presence, must_wait = Presence.ABSENT, False
         for secondary in self._secondaries:
             found = secondary.presence(namespace, key, excluded)
-            if found is Presence.HELD and presence is not Presence.UNKNOWN:
+            if found is Presence.HELD and not must_wait:
                 return secondary, found
+            if found is Presence.UNKNOWN and waits:
+                must_wait |= secondary.presence_cache.must_wait((namespace, key))
             if found in (Presence.ABSENT, Presence.STALLED):
                 secondary.misses += counted and secondary.index not in excluded and not secondary.tier.on_demand
             if found is not Presence.ABSENT and presence is not Presence.UNKNOWN:

@@ -28,6 +28,10 @@ VALID_SECONDS = 10.0
 the block as missing. A negative answer is used until the next tick, which is at most a second, so
 that blocks of other servers are found soon."""
 
+LACKED_TICKS = 10
+"""A tier that lacked a block this number of ticks ago does not delay the hit of a later tier."""
+LATE_TICKS = 2
+"""A query that has no answer after this number of ticks, one to two seconds, does not either."""
 MAX_ANSWERS = 1 << 16
 GATHER_SECONDS = 2.0
 """Limit of the time that a queue waits for more blocks (see `SecondaryTier.gather_bytes`)."""
@@ -39,21 +43,31 @@ class PresenceCache:
     def __init__(self) -> None:
         self._present: dict[Name, float] = {}
         """Time of the answer for each block that the tier has, oldest first."""
-        self._absent: dict[Name, None] = {}
-        """Blocks that the tier lacked since the last tick, oldest answer first."""
-        self._asked: set[Name] = set()
+        self._absent: dict[Name, int] = {}
+        """Tick of the answer for each block that the tier lacked, oldest first."""
+        self._asked: dict[Name, int] = {}
+        """Tick of each query without an answer."""
         self._to_ask: list[Name] = []
+        self._ticks = 0
 
     def get(self, name: Name) -> bool | None:
         """Returns the cached answer. Without an answer, queues a query and returns None."""
         if name in self._present:
             return True
-        if name in self._absent:
+        if self._absent.get(name) == self._ticks:
             return False
         if name not in self._asked:
-            self._asked.add(name)
+            self._asked[name] = self._ticks
             self._to_ask.append(name)
         return None
+
+    def must_wait(self, name: Name) -> bool:
+        """Returns whether the answer to a query may change which tier a block comes from.
+
+        It may not if the tier lacked the block a short time ago, or is late with the answer.
+        """
+        asked = self._asked.get(name)
+        return name not in self._absent and asked is not None and self._ticks - asked < LATE_TICKS
 
     def __contains__(self, name: Name) -> bool:
         """Returns whether the last answer is that the tier has the block. Queues no query."""
@@ -66,7 +80,7 @@ class PresenceCache:
     def record_answers(self, names: Sequence[Name], answers: Sequence[bool], now: float) -> None:
         """Records answers in the order of the names. A missing answer counts as absent."""
         for number, name in enumerate(names):
-            self._asked.discard(name)
+            self._asked.pop(name, None)
             self.set(name, there=number < len(answers) and answers[number] is True, now=now)
 
     def set(self, name: Name, *, there: bool, now: float) -> None:
@@ -75,7 +89,7 @@ class PresenceCache:
             self._present[name] = now
             _drop_oldest(self._present)
         else:
-            self._absent[name] = None
+            self._absent[name] = self._ticks
             _drop_oldest(self._absent)
 
     def forget(self, name: Name) -> None:
@@ -83,7 +97,12 @@ class PresenceCache:
         self._absent.pop(name, None)
 
     def tick(self, now: float) -> None:
-        self._absent.clear()
+        self._ticks += 1
+        while self._absent:
+            name, tick = next(iter(self._absent.items()))
+            if self._ticks - tick < LACKED_TICKS:
+                break
+            del self._absent[name]
         while self._present:
             name, said_at = next(iter(self._present.items()))
             if now - said_at < VALID_SECONDS:

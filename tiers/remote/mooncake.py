@@ -299,12 +299,16 @@ class _Staging:
         if nbytes <= self.nbytes:
             return
         self.close()
-        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.is_sent = False
-        self.fd = os.memfd_create("kvtier-mooncake", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, self.nbytes)
-        self._view = memoryview(mmap.mmap(self.fd, self.nbytes))
+        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        fd = os.memfd_create("kvtier-mooncake", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            self._view = memoryview(mmap.mmap(fd, nbytes))
+        except BaseException:
+            os.close(fd)
+            raise
         self._address = address_of(self._view)
+        self.fd, self.nbytes, self.is_sent = fd, nbytes, False
 
     def copy_from(self, source: memoryview, offset: int) -> None:
         copy_from(self._address + offset, source)

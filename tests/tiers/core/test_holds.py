@@ -244,6 +244,19 @@ def test_a_hold_without_room_promotes_nothing() -> None:
     assert [block.key for block in load.blocks] == keys(0)
 
 
+def test_a_hold_promotes_what_a_tier_is_known_to_have() -> None:
+    """An earlier tier that has not answered does not prevent it, because a hold is fetched once."""
+    shared, near = ModelTier("far", 1 << 20), ModelTier("near", 1 << 20)
+    shared.share(gather_bytes=0)
+    rig = HoldRig(shared, near)
+    rig.store_in_all_tiers(keys(0))
+    rig.core.reset(rig.session)
+    rig.core.tick(11)
+    rig.publish(keys(0))
+    (load,) = [command for command in rig.core.take_commands() if isinstance(command, LoadFromTier)]
+    assert load.tier == 2
+
+
 def test_partial_blocks_are_never_passed_to_tiers() -> None:
     """B2.6: neither to a shared tier, nor to one that admits blocks at their second use."""
     shared = ModelTier("far", 1 << 20)

@@ -98,6 +98,30 @@ def test_a_hit_waits_for_earlier_tiers(*, near_has_it: bool) -> None:
     assert load.tier == (near if near_has_it else far).tier
 
 
+def test_a_tick_between_two_answers_delays_nothing() -> None:
+    """The negative answer is no longer valid. The hit of the later tier does not wait for it."""
+    rig = Rig(Shared("near", 1 << 20), Shared("far", 1 << 20))
+    statuses(rig, keys(0))
+    near, far = questions(rig)
+    rig.core.lookup_finished(near.job_id, [False])
+    rig.core.tick(1)
+    rig.core.lookup_finished(far.job_id, [True])
+    assert rig.core.shared_tiers.query(rig.session, keys(0), prefix=True) == ([], False)
+    assert statuses(rig, keys(0)) == PENDING
+
+
+def test_a_late_answer_is_not_waited_for() -> None:
+    """A tier that does not answer delays the hits of later tiers by at most two ticks."""
+    rig = Rig(Shared("near", 1 << 20), Shared("far", 1 << 20))
+    statuses(rig, keys(0))
+    _, far = questions(rig)
+    rig.core.lookup_finished(far.job_id, [True])
+    rig.core.tick(1)
+    assert statuses(rig, keys(0)) == RETRY
+    rig.core.tick(2)
+    assert statuses(rig, keys(0)) == PENDING
+
+
 def test_the_prefix_scan_continues_past_open_queries() -> None:
     """B3.17: all queries are sent at once; blocks behind an open one are not promoted."""
     near = ModelTier("near", 1 << 20)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from contracts.shared_tier import KeyValueContract, checked
@@ -97,6 +99,16 @@ def test_blocks_in_the_region_are_not_copied(tier: MooncakeTier) -> None:
         tier.close()
         del block, into, part
         slots.clear()
+
+
+def test_a_lack_of_descriptors_fails_one_job(tier: MooncakeTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next job gets its staging memory."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", Mock(side_effect=OSError(errno.EMFILE, "too many open files")))
+        with pytest.raises(OSError, match="too many"):
+            tier.store([full(key(1), [b"block"])])
+    assert tier.store([full(key(1), [b"block"])]) == [DONE]
+    assert fetch(tier, key(1), (5,)) == (b"block",)
 
 
 def test_an_old_value_is_replaced_after_its_first_load(tier: MooncakeTier, master: MooncakeMaster) -> None:

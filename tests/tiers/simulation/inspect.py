@@ -139,7 +139,7 @@ def job_ids(core: TierManager) -> set[int]:
 
 def open_questions(secondary: SecondaryTierState) -> set[Name]:
     """Returns the unanswered queries of a tier."""
-    return secondary.presence_cache._asked
+    return set(secondary.presence_cache._asked)
 
 
 def request(core: TierManager, engine: str, request_id: str) -> Request | None:
@@ -201,7 +201,7 @@ def may_gather(secondary: SecondaryTierState, now: float) -> bool:
     """Returns whether a queue may wait for more blocks: it is short, new, and not waited for."""
     queued = sum(block.nbytes for block in secondary.write_back_queue)
     return (
-        queued < secondary.tier.gather_bytes
+        queued < min(secondary.tier.gather_bytes, secondary.max_queued_bytes // 2)
         and not secondary.pending_removals
         and not any(secondary.catalog.get(*name) for name in secondary.pending_stores)
         and now < secondary.gathers_until <= now + GATHER_SECONDS

@@ -117,6 +117,13 @@ MUTANTS = (
         "",
     ),
     Mutant(
+        "a short queue pins more than its share",
+        Invariant.JOBS,
+        "core/secondary.py",
+        "min(self.tier.gather_bytes, self.max_queued_bytes // 2)",
+        "self.tier.gather_bytes",
+    ),
+    Mutant(
         "a short queue makes a request wait",
         Invariant.JOBS,
         "core/secondary.py",

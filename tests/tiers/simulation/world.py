@@ -55,8 +55,8 @@ class World:
         self.tiers = [ModelTier("near", 40 * 4096), ModelTier("far", 80 * 4096)][: self.rng.choice((0, 1, 1, 2, 2, 2))]
         for tier in self.tiers:
             tier.rules = self.rng.choice(RULES)
-        if self.tiers and self.rng.random() < 0.4:
-            self.tiers[-1].share(gather_bytes=self.rng.choice((0, 10 * 4096)))
+            if self.rng.random() < 0.3:
+                tier.share(gather_bytes=self.rng.choice((0, 10 * 4096)))
         self.sessions = Sessions(self)
         self.environment = Environment(self)
         weighted: dict[Callable[[], None], float] = {}
