@@ -211,11 +211,11 @@ class TierRuntime:
         stored = await self._wait_idle(self.now() + min(_WRITERS_SECONDS, seconds), lambda: self.core.stats().stores)
         self.core.durability.store_skipped()
         self.run_commands()
-        idle = await self._wait_idle(deadline, self._running_jobs)
+        idle = await self._wait_idle(deadline, self._begin_queued_stores)
         return await self._wait_for_stalled(deadline) and idle and stored
 
-    def _running_jobs(self) -> int:
-        """Starts the stores that still wait for more blocks; returns the number of jobs."""
+    def _begin_queued_stores(self) -> int:
+        """Starts the stores that wait for more blocks; returns the number of jobs that run."""
         self.core.durability.hurry()
         self.run_commands()
         return sum(worker.jobs for worker in self._workers if not worker.stalled)
@@ -232,7 +232,7 @@ class TierRuntime:
         await self._wait_idle(stall_deadline, lambda: sum(worker.stalled for worker in stalled))
         self.core.durability.store_skipped()
         self.run_commands()
-        await self._wait_idle(deadline, self._running_jobs)
+        await self._wait_idle(deadline, self._begin_queued_stores)
         return not any(worker.stalled for worker in self._workers)
 
     async def _wait_idle(self, deadline: float, busy: Callable[[], int]) -> bool:

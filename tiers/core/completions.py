@@ -39,13 +39,12 @@ class Durability:
         return bytes(self.of(namespace, key) for key in keys)
 
     def store_skipped(self) -> None:
-        """Stores all queued blocks, and those whose earlier store failed or found the queue full.
+        """Stores the blocks whose earlier store in a tier failed or found the queue full.
 
         The most recently used blocks are stored first. Blocks that a tier has evicted are not
         stored again, because they would displace the current blocks of the tier.
         """
         self._transfers.cascade(self._cpu_tier.skipped_blocks(), None, even_if_busy=True)
-        self.hurry()
 
     def hurry(self) -> None:
         """Starts the stores that wait for more blocks."""

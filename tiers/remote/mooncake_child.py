@@ -41,9 +41,9 @@ READY = b"ready"
 _PR_SET_PDEATHSIG = 1
 _NO_SEGMENT = 0
 _NO_BUFFER = 0
-Move = Callable[[list[str], list[Any], list[Any]], Sequence[int]]
-"""Call of Mooncake with names, addresses and sizes."""
 _ADDRESS = (ctypes.c_char * 0).from_buffer
+_Move = Callable[[list[str], list[Any], list[Any]], Sequence[int]]
+"""Call of Mooncake with names, addresses and sizes."""
 
 
 class _Area:
@@ -117,7 +117,7 @@ class _Connection:
         return list(map(int, codes))
 
     def _move(
-        self, move: Move, move_pieces: Move, names: list[str], pieces: Sequence[Sequence[Sequence[int]]]
+        self, move: _Move, move_pieces: _Move, names: list[str], pieces: Sequence[Sequence[Sequence[int]]]
     ) -> Sequence[int]:
         """Calls `move` if each value is one piece: that is faster than `move_pieces`."""
         addresses = [[self._addresses[area] + offset for area, offset, _ in value] for value in pieces]

@@ -281,6 +281,7 @@ def test_no_call_fails_or_waits_while_a_tier_hangs(world: World) -> None:
         ("SecondaryTier.__init__(self, name, 1); self.type = None", "tier odd: its `type` is None; it must be a str"),
         ("SecondaryTier.__init__(self, name, 1); self.durable = 1", "tier odd: its `durable` is 1; it must be a bool"),
         ("SecondaryTier.__init__(self, name, 1); self.medium = 2", "tier odd: its `medium` is 2; it must be a Medium"),
+        ("SecondaryTier.__init__(self, name, 1); self.gather_bytes = 1", "tier odd: it has `gather_bytes` although"),
     ],
 )
 def test_an_unusable_tier_class_stops_the_start(
