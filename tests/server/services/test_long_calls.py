@@ -149,7 +149,7 @@ def test_a_query_of_shared_tiers_misses_no_answer(
             stop_ticks(calls.runtime)
             core.complete_store(calls.session, calls.store(stored))
             calls.runtime.run_commands()
-            await until(lambda: not calls.runtime._running_jobs())
+            await until(lambda: not calls.runtime._begin_queued_stores())
             scheduler, original = calls.long_calls._scheduler, core.lookup_finished
             answered = 0
 
