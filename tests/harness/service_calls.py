@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from harness.polling import async_wait_until
 
 from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.credentials import Credentials
@@ -130,9 +131,8 @@ async def serving(*tiers: SecondaryTier) -> AsyncIterator[Calls]:
     runtime = TierRuntime(HostRegion.create(REGION_BYTES), tiers)
     await runtime.start()
     try:
-        # The waits let the cores idle. If a core is busy, Linux can need seconds to make a huge page.
-        while runtime.core.stats().tiers[0].available_bytes < runtime.region.size_bytes:
-            await asyncio.sleep(0.001)
+        # Not `until`: while a core is busy, Linux can need seconds to make a huge page.
+        await async_wait_until(lambda: runtime.core.stats().tiers[0].available_bytes == runtime.region.size_bytes)
         yield Calls(runtime)
     finally:
         await runtime.close()

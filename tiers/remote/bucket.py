@@ -30,6 +30,7 @@ BYTES_PER_SECOND = 16 << 20
 """Transfers have this rate at least: the deadline of a call grows with its bytes."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
 _FULL = re.compile(
     r"QuotaExceeded|InsufficientStorage|EntityTooLarge\b.{0,20}quota|No space left|StorageFull|XMinioStorageFull"
 )
@@ -79,7 +80,8 @@ class Bucket:
         def listed(client: Any) -> None:
             stream = self._obstore.list(client, self._prefix + folder, offset=self._prefix + after, chunk_size=1000)
             for chunk in stream:
-                found.extend(entry["path"][len(self._prefix) :] for entry in chunk)
+                paths = (entry["path"][len(self._prefix) :] for entry in chunk)
+                found.extend(path for path in paths if path > after)  # the store may ignore it
                 if len(found) >= limit:
                     return
 
@@ -148,7 +150,7 @@ class Bucket:
         except (KeyboardInterrupt, SystemExit, AttributeError, TypeError):  # not the store's
             raise
         except OSError as error:
-            if "NoSuchBucket" in f"{error}":
+            if _NO_BUCKET.search(f"{error}"):
                 raise StoreRefusedError("the bucket does not exist") from None
             if isinstance(error, FileNotFoundError):
                 raise ObjectMissingError(_short(error)) from None

@@ -1,11 +1,11 @@
-"""The tier `s3` with a real SeaweedFS server, and with a directory."""
+"""The tier `s3` with SeaweedFS (S3), with Azurite (Azure Blob Storage), and with a directory."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,9 +17,10 @@ import obstore
 from contracts.pack_tier import PackTierContract
 from contracts.shared_tier import ROW
 from contracts.tier import CORRUPT, DONE, FAILED, MISSING, NO_SPACE, content, empty, fetch, full
+from harness.azurite import AzuriteServer, needs_azurite
 from harness.command_line import json_output
 from harness.polling import wait_until
-from harness.seaweed import BUCKET, SeaweedServer, needs_seaweed
+from harness.seaweed import SeaweedServer, needs_seaweed
 
 from kvtier.tiers.base import NamespaceId, Outcome, SecondaryTier, TierOpenError
 from kvtier.tiers.remote.bucket import Bucket
@@ -32,16 +33,24 @@ def s3_tier(limits: RemoteLimits | None = None, **options: object) -> S3Tier:
     return S3Tier("far", 1 << 30, limits=limits or RemoteLimits(deadline_seconds=5), **options)  # type: ignore[arg-type]
 
 
-def bucket_of(seaweed: SeaweedServer) -> Bucket:
-    options = BucketOptions(endpoint=seaweed.endpoint, credentials_file=seaweed.credentials)
-    return open_bucket(BucketAddress.parse(f"s3://{BUCKET}/kv"), options, 5.0)
+Server = SeaweedServer | AzuriteServer
 
 
-@pytest.fixture(scope="module")
-def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
+def bucket_of(server: Server) -> Bucket:
+    options = BucketOptions(endpoint=server.endpoint, credentials_file=server.credentials)
+    return open_bucket(BucketAddress.parse(server.url), options, 5.0)
+
+
+@pytest.fixture(scope="module", params=["s3", "azure"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Yields a server that starts when a test needs it, because a start takes seconds."""
-    needs_seaweed()
-    server = SeaweedServer(tmp_path_factory.mktemp("seaweed"))
+    server: Server
+    if request.param == "s3":
+        needs_seaweed()
+        server = SeaweedServer(tmp_path_factory.mktemp("seaweed"))
+    else:
+        needs_azurite()
+        server = AzuriteServer(tmp_path_factory.mktemp("azurite"))
     yield server
     server.end()
 
@@ -51,8 +60,8 @@ class TestS3Tier(PackTierContract):
     limits = hasty_limits = RemoteLimits(deadline_seconds=2.0, ttl_seconds=1000)
 
     @pytest.fixture(autouse=True)
-    def _server(self, seaweed: SeaweedServer) -> None:
-        self.server = seaweed
+    def _server(self, server: Server) -> None:
+        self.server = server
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> None:
@@ -89,13 +98,14 @@ class TestS3Tier(PackTierContract):
 @pytest.mark.remote
 class TestServer:
     @pytest.fixture(autouse=True)
-    def _server(self, seaweed: SeaweedServer) -> None:
-        seaweed.start()
+    def _server(self, server: Server) -> None:
+        server.start()
 
-    def test_a_user_who_may_only_read(self, seaweed: SeaweedServer) -> None:
+    @pytest.mark.parametrize("server", ["s3"], indirect=True)
+    def test_a_user_who_may_only_read(self, server: SeaweedServer) -> None:
         """Stores fail and say why; loads work."""
-        writer = s3_tier(**seaweed.options())
-        reader = s3_tier(**seaweed.options() | {"credentials_file": seaweed.reader})
+        writer = s3_tier(**server.options())
+        reader = s3_tier(**server.options() | {"credentials_file": server.reader})
         assert writer.store([full(ROW[0], [b"x"])]) == [DONE]
         assert fetch(reader, ROW[0], (1,)) == (b"x",)
         assert reader.store([full(ROW[1], [b"x"])]) == [FAILED]
@@ -103,18 +113,18 @@ class TestServer:
         for tier in (writer, reader):
             tier.close()
 
-    def test_an_object_is_not_replaced(self, seaweed: SeaweedServer) -> None:
+    def test_an_object_is_not_replaced(self, server: Server) -> None:
         """A write has the header If-None-Match: *."""
-        bucket = bucket_of(seaweed)
+        bucket = bucket_of(server)
         bucket.write("once", memoryview(b"first"))
         bucket.write("once", memoryview(b"other"))
         assert bytes(bucket.read("once", 0, 5)) == b"first"
         bucket.delete(["once", "never"])
-        assert seaweed.paths() == []
+        assert server.paths() == []
 
-    def test_lists_begin_after_a_time(self, seaweed: SeaweedServer) -> None:
+    def test_lists_begin_after_a_time(self, server: Server) -> None:
         """And continue in later hours; folders are listed by themselves."""
-        bucket = bucket_of(seaweed)
+        bucket = bucket_of(server)
         folder = folder_of(NamespaceId(b"a space of lists"))
         times = [1_795_575_600.0 + 1800 * number for number in range(5)]
         names = [PackName.new(folder, time, 64).path for time in times]
@@ -129,17 +139,17 @@ class TestServer:
             assert bucket.names(folder, start_of(folder, hour), 9) == names[2 * number :]
             assert bucket.names(f"{folder}{hour}/", start_of(folder, hour), 9) == names[2 * number : 2 * number + 2]
 
-    def test_old_objects_are_deleted(self, seaweed: SeaweedServer, tmp_path: Path) -> None:
+    def test_old_objects_are_deleted(self, server: Server, tmp_path: Path) -> None:
         """By `kvtier remote gc`, with the credentials of the tier."""
-        tier = s3_tier(**seaweed.options())
+        tier = s3_tier(**server.options())
         assert tier.store([full(ROW[0], [b"x"])]) == [DONE]
         config = tmp_path / "kvtier.toml"
-        options = "\n".join(f'{key} = "{value}"' for key, value in seaweed.options().items())
+        options = "\n".join(f'{key} = "{value}"' for key, value in server.options().items())
         config.write_text(f'data_dir = "{tmp_path}"\n[[tiers]]\ntype = "s3"\n[tiers.options]\n{options}\n')
-        assert len(seaweed.paths()) == 1
+        assert len(server.paths()) == 1
         assert json_output("remote", "gc", "--config", str(config))["objects"] == []
         wait_until(lambda: json_output("remote", "gc", "--config", str(config), "--older-than", "1s")["objects"])
-        assert seaweed.paths() == []
+        assert server.paths() == []
         assert tier.load([empty(ROW[0], (1,))]) == [MISSING]
         tier.close()
 
@@ -162,16 +172,25 @@ def test_a_directory_is_a_bucket(tmp_path: Path) -> None:
 
 
 class AnsweringStore:
-    """An HTTP server with one answer to all calls: no store here can be made to give these."""
+    """An HTTP server with one answer to all calls: no store here can be made to give these.
 
-    def __init__(self, status: int, code: str) -> None:
+    A list has all names, also if it should begin later.
+    """
+
+    def __init__(self, status: int, code: str, names: Sequence[str] = ()) -> None:
+        contents = "".join(
+            f"<Contents><Key>{name}</Key><Size>1</Size><LastModified>2026-11-26T00:00:00Z</LastModified></Contents>"
+            for name in names
+        )
+
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 if self.command == "PUT":
                     self.rfile.read(int(self.headers["Content-Length"]))
                 body = f"<Error><Code>{code}</Code></Error>".encode()
                 if self.command == "GET" and "list-type" in self.path:
-                    body = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+                    text = f"<IsTruncated>false</IsTruncated>{contents}"
+                    body = f"<ListBucketResult>{text}</ListBucketResult>".encode()
                     self.send_response(200)
                 else:
                     self.send_response(status)
@@ -203,6 +222,7 @@ class AnsweringStore:
         (403, "QuotaExceeded", NO_SPACE, "the store is full"),
         (403, "AccessDenied", FAILED, "cannot store: status 403, AccessDenied"),
         (404, "NoSuchBucket", FAILED, "the bucket does not exist"),
+        (404, "ContainerNotFound", FAILED, "the bucket does not exist"),
         (501, "NotImplemented", FAILED, "status 501, NotImplemented"),
         (503, "SlowDown", FAILED, "status 503, SlowDown"),
         (412, "PreconditionFailed", DONE, ""),
@@ -219,6 +239,20 @@ def test_answers_of_a_store(tmp_path: Path, status: int, code: str, outcome: Out
         assert bool(tier.last_error) == bool(error)
     finally:
         tier.close()
+        store.close()
+
+
+def test_a_store_may_ignore_the_offset_of_a_list(tmp_path: Path) -> None:
+    """As Azurite before 3.37 does. The newest names are found nevertheless."""
+    credentials = tmp_path / "credentials"
+    credentials.write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    store = AnsweringStore(200, "", [f"kv/folder/{number:04}" for number in range(500)])
+    try:
+        options = BucketOptions(endpoint=store.endpoint, credentials_file=credentials)
+        bucket = open_bucket(BucketAddress.parse("s3://bucket/kv"), options, 5.0)
+        assert bucket.names("folder/", "folder/0497", 9) == ["folder/0498", "folder/0499"]
+        assert bucket.names("folder/", "folder/", 1) == ["folder/0000"]
+    finally:
         store.close()
 
 

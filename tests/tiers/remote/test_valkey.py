@@ -10,7 +10,7 @@ import pytest
 from contracts.shared_tier import ExpiringValueContract
 from contracts.tier import CORRUPT, DONE, FAILED, MIB, MISSING, SPACE, content, empty, fetch, full, key
 from harness.certificates import Authority
-from harness.redis_server import RedisServer, needs_redis
+from harness.redis_server import PROGRAMS, RedisServer, needs_redis
 
 from kvtier.tiers.remote.dialing import ServerAddress
 from kvtier.tiers.remote.encryption import EncryptedValues, KeyRing
@@ -30,10 +30,10 @@ def valkey_tier(url: str, limits: RemoteLimits | None = None, **options: object)
 
 @pytest.mark.remote
 class TestValkeyTier(ExpiringValueContract):
-    @pytest.fixture(autouse=True)
-    def _server(self, tmp_path: Path) -> Iterator[None]:
-        needs_redis()
-        self.server = RedisServer(tmp_path)
+    @pytest.fixture(autouse=True, params=PROGRAMS)
+    def _server(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
+        needs_redis(request.param)
+        self.server = RedisServer(tmp_path, program=request.param)
         yield
         self.server.end()
 

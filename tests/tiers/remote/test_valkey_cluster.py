@@ -12,7 +12,7 @@ from contracts.shared_tier import GENEROUS_SECONDS, ExpiringValueContract
 from contracts.tier import DONE, FAILED, KIB, MISSING, SPACE, content, empty, full, held, key
 from harness.certificates import Authority
 from harness.polling import wait_until
-from harness.redis_server import RedisCluster, RedisServer, needs_redis
+from harness.redis_server import PROGRAMS, RedisCluster, RedisServer, needs_redis
 
 from kvtier.tiers.base import BlockBytes, Outcome
 from kvtier.tiers.remote.dialing import ServerAddress
@@ -36,10 +36,10 @@ def open_tier(url: str, limits: RemoteLimits = LIMITS, **files: Path) -> ValkeyT
 
 @pytest.mark.remote
 class TestValkeyClusterTier(ExpiringValueContract):
-    @pytest.fixture(autouse=True)
-    def _cluster(self, tmp_path: Path) -> Iterator[None]:
-        needs_redis()
-        self.cluster = RedisCluster(tmp_path)
+    @pytest.fixture(autouse=True, params=PROGRAMS)
+    def _cluster(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
+        needs_redis(request.param)
+        self.cluster = RedisCluster(tmp_path, program=request.param)
         yield
         self.cluster.end()
 
