@@ -6,9 +6,11 @@ tests are in `test_import_graph.py`.
 
 from __future__ import annotations
 
+import ast
 import enum
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import import_graph
 import pytest
@@ -37,6 +39,13 @@ PURE = {
     *("operator", "types", "typing"),
 }
 """Modules of the standard library that a core may import: no I/O, no clock, no threads."""
+
+FOREIGN_PRIVATE = {
+    *("_checkpoints", "_insert_block_hash", "_maybe_evict_cached_block"),  # vLLM
+    *("_collector_to_names", "_labelnames"),  # prometheus-client
+    *("_exit", "_run_exitfuncs", "_shutdown"),  # Python
+}
+"""Private names of other libraries that tests use."""
 
 HEAVY = {"numpy", "torch", "transformers", "vllm"}
 """Packages that the server may not load at start: it is ready within 1 s and below 100 MB."""
@@ -91,6 +100,28 @@ def impure_imports(module: Module, core: str) -> list[str]:
             or f"{item.target}.".startswith(tuple(f"{storage}." for storage in STORAGE))
         )
     ]
+
+
+def private_uses(source: str) -> set[str]:
+    """Returns the private attributes that a module reads or calls."""
+    uses = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    return {name for name in uses if name.startswith("_") and not name.startswith("__")}
+
+
+def definitions(source: str) -> Iterator[str]:
+    """Yields the names that a module assigns, defines or imports."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.alias(name=name, asname=alias):
+                yield alias or name
+
+
+def python_files(folders: Iterable[str]) -> Iterator[Path]:
+    return (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
 
 
 def test_top_level_folders_import_only_what_they_may() -> None:
@@ -175,6 +206,25 @@ def test_a_core_is_pure(core: str) -> None:
 def test_a_planted_impurity_is_found(line: str, core: str) -> None:
     """The check of the cores can fail."""
     assert impure_imports(_module(f"{core}.core", f"def f():\n    {line}"), core)
+
+
+def test_private_names_of_tests_exist() -> None:
+    """Tests also of engines, which run later, fail here if a private name has changed."""
+    known = set(FOREIGN_PRIVATE)
+    for path in python_files([*MAY_IMPORT, "bench", "examples", "tests", "tools"]):
+        known.update(definitions(path.read_text()))
+    unknown = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in python_files(["tests"])
+        for name in private_uses(path.read_text()) - known
+    }
+    assert not unknown
+
+
+def test_a_planted_private_name_is_found() -> None:
+    source = "self._a = _b = x._c.d\ndef _e(): ...\nfrom m import _f, g as _h\n"
+    assert private_uses(source) - set(definitions(source)) == {"_c"}
+    assert {"_b", "_e", "_f", "_h"} <= set(definitions(source))
 
 
 def test_offloading_does_not_know_the_hand_off() -> None:
