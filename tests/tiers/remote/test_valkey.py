@@ -86,11 +86,13 @@ class TestServer:
             tier.close()
             server.end()
 
-    def test_a_user_with_a_password(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("program", PROGRAMS)
+    def test_a_user_with_a_password(self, tmp_path: Path, program: str) -> None:
         """The file is read at each connection. Without permission the tier fails and says why."""
         password = tmp_path / "password"
         password.write_text("wrong\n")
-        server = RedisServer(tmp_path)
+        needs_redis(program)
+        server = RedisServer(tmp_path, program=program)
         server.start()
         server.command("ACL", "SETUSER", "kv", "on", ">secret", *ACL.split())
         server.command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+@read", "+@connection", "+info")

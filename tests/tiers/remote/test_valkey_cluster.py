@@ -1,4 +1,4 @@
-"""The tier `valkey` with a real cluster of three Redis servers, and the nodes of a cluster."""
+"""The tier `valkey` with a real cluster of three servers, and the nodes of a cluster."""
 
 from __future__ import annotations
 
