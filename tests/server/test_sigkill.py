@@ -56,12 +56,11 @@ class Load:
                 if client.connected:
                     epochs.add(client._transport.session.ref.epoch) if client._transport.session else None
                 try:
-                    if budget > 0 and rng.random() < 0.5:
+                    if budget > 0 and client.connected and rng.random() < 0.5:
                         size = rng.randint(1, 12)
                         keys = [key_of(count + i, rng.randrange(2), salt=f"{number}") for i in range(size)]
-                        count += size
+                        count, budget = count + size, budget - size
                         self._store(client, keys, flush=rng.random() < 0.8)
-                        budget -= size
                     else:
                         self._load(client, rng)
                 except KVTierError:
