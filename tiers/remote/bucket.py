@@ -81,7 +81,8 @@ class Bucket:
             stream = self._obstore.list(client, self._prefix + folder, offset=self._prefix + after, chunk_size=1000)
             for chunk in stream:
                 paths = (entry["path"][len(self._prefix) :] for entry in chunk)
-                found.extend(path for path in paths if path > after)  # the store may ignore it
+                # The store may ignore `offset`.
+                found.extend(path for path in paths if path > after)
                 if len(found) >= limit:
                     return
 
