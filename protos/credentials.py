@@ -7,6 +7,7 @@ call. It sends the token over TCP without TLS only if `insecure` is set.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import ssl
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +19,11 @@ from typing import Any, Final, Self
 import grpc
 
 from .endpoint import CREDENTIAL_VARIABLES, Endpoint
+from .trusted_files import check_trusted, read_trusted
 
 __all__ = ["Credentials", "CredentialsError", "PairError", "PemError", "check_certificates", "check_pair"]
+
+_log = logging.getLogger(__name__)
 
 _SYSTEM: Final = "system"
 _MAX_FILE_BYTES: Final = 1 << 20
@@ -110,6 +114,8 @@ class Credentials:
         `protocol` is the name of its application protocol (ALPN). Raises CredentialsError.
         """
         try:
+            for path in filter(None, (None if self.ca == _SYSTEM else self.ca, self.cert, self.key)):
+                check_trusted(_expanded(path) or "")
             context = ssl.create_default_context(cafile=None if self.ca == _SYSTEM else _expanded(self.ca))
             # As gRPC verifies: an intermediate CA suffices, and a CA needs no key usage.
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -166,20 +172,26 @@ class _TokenFile:
 
     def __init__(self, path: str) -> None:
         self._path = os.path.expanduser(path)  # noqa: PTH111 - as with `os.stat` below
-        self._seen: tuple[int, int, int] | None = None
+        self._seen: tuple[int, ...] | None = None
         self._value = ""
+        self._logged: tuple[int, ...] | None = None
+        """Version of the file whose error was logged."""
 
     def __call__(self) -> str:
+        seen: tuple[int, ...] = ()
         try:
             status = os.stat(self._path)  # noqa: PTH116 - once per call: half the time of Path.stat
-            seen = (status.st_mtime_ns, status.st_size, status.st_ino)
+            seen = (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
             if seen != self._seen:
                 text = _read("token_file", self._path).decode(errors="replace").strip()
                 self._value, self._seen = f"Bearer {_checked(text, 'its content')}", seen
         except (OSError, CredentialsError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             if not self._value:
-                reason = error.strerror if isinstance(error, OSError) else error
                 raise CredentialsError(f"token_file {self._path}: {reason}") from None
+            if seen != self._logged:
+                _log.error("token_file %s: %s; the previous token stays in use", self._path, reason)
+                self._logged = seen
         return self._value
 
 
@@ -205,8 +217,7 @@ def _checked(token: str, what: str) -> str:
 
 def _read(name: str, path: str) -> bytes:
     try:
-        with Path(path).expanduser().open("rb") as file:
-            return file.read(_MAX_FILE_BYTES)
+        return read_trusted(Path(path).expanduser(), _MAX_FILE_BYTES)
     except (OSError, RuntimeError) as error:
         raise CredentialsError(f"{name} {path}: {getattr(error, 'strerror', None) or error}") from None
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 
 from ..cuda.host.memory import tune_malloc
-from .config.machine import allow_descriptors
 from .config.schema import Config
 from .drain import Drain
 from .process.gc_tuning import FullCollector, HeapTrimmer, disable_full_gc
@@ -56,7 +55,6 @@ def serve(config: Config) -> int:
     the process with `os._exit`, because a normal exit would unmap the region.
     """
     tune_malloc()
-    allow_descriptors()
     # A copy on a worker thread waits for the GIL after each block. With the default switch interval
     # of 5 ms, one busy thread would reduce the copy rate by a factor of 100.
     sys.setswitchinterval(1e-4)

@@ -63,6 +63,8 @@ class Authenticator:
         self._required_on_unix = config.auth.unix
         self._clock = clock
         self._file_version = file_version(self._path)
+        self._refusal = ""
+        """Error of the last reading, which is logged once."""
         self._token_file = read_token_file(self._path) if self._path is not None else None
 
     def identify(self, token: str | None, names: Sequence[str], *, is_local: bool) -> Identity:
@@ -111,8 +113,12 @@ class Authenticator:
         try:
             self._token_file = read_token_file(self._path)
         except TokensError as error:
-            _log.error("the tokens cannot be read; the previous tokens stay valid", error=str(error))
+            if str(error) != self._refusal:
+                _log.error("the tokens cannot be read; the previous tokens stay valid", error=str(error))
+            self._refusal = str(error)
+            self._file_version = ()  # read again at the next call: the fault can be a directory's mode
         else:
+            self._refusal = ""
             _log.info("tokens read again", path=str(self._path), tokens=len(self._token_file.tokens))
 
     def may_see_metrics(self, header: str | None) -> bool:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...protos.trusted_files import open_trusted
 from ...tiers.remote.encryption import KEY_BYTES, KeyRing
 from ..config.tenants import tenant_tag
 from ..telemetry.logs import get_logger
@@ -63,6 +64,8 @@ class KeyFile:
         self._clock = clock
         self._lock = threading.Lock()
         self._version = file_version(path)
+        self._refusal = ""
+        """Error of the last reading, which is logged once."""
         self._keys = read_key_file(path)
         self._check_at = clock() + _CHECK_SECONDS
 
@@ -82,15 +85,19 @@ class KeyFile:
         try:
             self._keys = read_key_file(self._path)
         except KeyFileError as error:
-            _log.error("the keys cannot be read; the previous keys stay in use", error=str(error))
+            if str(error) != self._refusal:
+                _log.error("the keys cannot be read; the previous keys stay in use", error=str(error))
+            self._refusal = str(error)
+            self._version = ()  # read again at the next check: the fault can be a directory's mode
         else:
+            self._refusal = ""
             _log.info("keys read again", path=str(self._path))
 
 
 def read_key_file(path: Path) -> KeyRing:
     """Reads a key file. Raises `KeyFileError`."""
     try:
-        with path.open("rb") as file:
+        with open_trusted(path) as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             text = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:

@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 
 from ...protos.credentials import PemError, check_certificates, check_pair
+from ...protos.trusted_files import read_trusted
 
 __all__ = [
     "ServerContext",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+_MAX_FILE_BYTES = 4 << 20
 _NAME_KINDS = frozenset({"DNS", "URI", "email", "IP Address"})
 _DATES = (9, 10)  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and _HAS_EXPIRED
 
@@ -163,7 +165,7 @@ class _Files:
                     return None
                 loaded = self.load()
             except (OSError, TlsError) as error:
-                _log.warning("a new certificate cannot be used; the previous one stays in use: %s", error)
+                _log.error("a new certificate cannot be used; the previous one stays in use: %s", error)
                 return None
             _log.info("a new certificate is in use: %s", self._cert)
             return loaded
@@ -175,8 +177,7 @@ class _Files:
 
 
 def _contents(path: str) -> bytes:
-    with open(path, "rb") as file:  # noqa: PTH123
-        return file.read()
+    return read_trusted(path, _MAX_FILE_BYTES)
 
 
 def _dates(context: ssl.SSLContext, cert: str) -> tuple[str, float | None]:

@@ -31,6 +31,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from ...protos.trusted_files import read_trusted
 from ..config.toml import toml_text
 from .roles import Identity, Role
 
@@ -129,11 +130,14 @@ def token_hash(token: str) -> str:
     return f"{_PREFIX}{hashlib.sha256(token.encode()).hexdigest()}"
 
 
-def read_token_file(path: Path) -> TokenFile:
-    """Reads a token file. Raises `TokensError`."""
+def read_token_file(path: Path, *, trusted: bool = True) -> TokenFile:
+    """Reads a token file. Raises `TokensError`, with `trusted` also if other users can write it."""
     try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_FILE_BYTES + 1)
+        if trusted:
+            text = read_trusted(path, _MAX_FILE_BYTES + 1)
+        else:
+            with path.open("rb") as file:
+                text = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise TokensError(f"{path}: cannot be read: {error.strerror}") from None
     if len(text) > _MAX_FILE_BYTES:

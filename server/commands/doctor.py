@@ -33,7 +33,7 @@ CHECKS: dict[str, Check] = {
     "huge_pages": memory_checks.huge_pages,
     "memlock": memory_checks.memlock,
     "container": memory_checks.container,
-    "descriptors": process_checks.descriptors,
+    "limits": process_checks.limits,
     "tiers": server_checks.tiers,
     "disks": disk_checks.disks,
     "clock": process_checks.clock,

@@ -8,15 +8,17 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from ..auth.file_checks import file_warnings, untrusted_files, untrusted_stores
 from ..auth.key_file import KeyFileError, read_key_file
 from ..config.loader import Loaded
 from ..config.remote import key_files_of
 from ..config.schema import ConfigError, TierConfig
 from ..config.units import human_size
 from ..process.crash_reporter import start_crash_reporter
+from ..process.limits import limit_findings, needs_of, raise_soft_limits, room
 from ..telemetry import logs
 from .config import load
-from .console import EXIT_CONFIG, refuse
+from .console import EXIT_CONFIG, EXIT_FAILURE, refuse
 
 __all__ = ["run"]
 
@@ -26,14 +28,22 @@ def run(options: argparse.Namespace) -> int:
         loaded = load(options)
     except ConfigError as error:
         return refuse(error.problems, EXIT_CONFIG)
-    if problems := list(_key_file_problems(loaded.config.tiers)):
+    config = loaded.config
+    if problems := [*_key_file_problems(config.tiers), *untrusted_files(config).values()]:
+        return refuse(problems, EXIT_CONFIG)
+    raise_soft_limits()
+    needs = needs_of(config)
+    problems, limit_warnings = limit_findings(needs, room(needs.all_threads, fork=True))
+    if problems:
+        return refuse(problems, EXIT_FAILURE)
+    if problems := untrusted_stores(config, create=True):
         return refuse(problems, EXIT_CONFIG)
     configure_logs = partial(logs.configure, loaded.config.log)
     with contextlib.suppress(OSError):  # without a free process the server has no reporter
         start_crash_reporter(configure_logs, [tier.path for tier in loaded.config.tiers if not tier.is_remote])
     configure_logs()
     log = logs.get_logger(__name__)
-    for warning in loaded.warnings:
+    for warning in (*loaded.warnings, *file_warnings(config), *limit_warnings):
         log.warning(warning)
     _log_storage(log, loaded)
     from ..app import EXIT_LEFT_BEHIND, serve

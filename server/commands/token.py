@@ -45,7 +45,7 @@ def _append(path: Path, entry: str) -> None:
     """Adds an entry to a file. A new file gets mode 0600; an existing file keeps owner and mode."""
     path = path.resolve()  # a symbolic link stays: the rename replaces the target of the link
     with _locked(path):
-        read_token_file(path)
+        read_token_file(path, trusted=False)  # the file of the server's user, if root runs this
         text = path.read_text(encoding="utf-8")
         # Write a temporary file and rename it, so that a server never reads half of the contents.
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -53,7 +53,7 @@ def _append(path: Path, entry: str) -> None:
         try:
             with os.fdopen(opened, "w", encoding="utf-8") as file:
                 file.write(f"{text.rstrip()}\n\n{entry}" if text.strip() else entry)
-            read_token_file(temporary)
+            read_token_file(temporary, trusted=False)
             was = path.stat()  # the server may run as another user
             os.chown(temporary, was.st_uid, was.st_gid)
             temporary.chmod(stat.S_IMODE(was.st_mode))

@@ -19,6 +19,7 @@ import msgspec
 
 from ...cuda.host.memory import available_bytes
 from ...protos.endpoint import CREDENTIAL_VARIABLES, ENDPOINT_VARIABLE, default_endpoint
+from ...protos.trusted_files import read_trusted
 from .fields import LISTS, SETTINGS, TABLES, nearest
 from .machine import memory_bytes
 from .schema import Config, ConfigError
@@ -132,7 +133,7 @@ def _flag(key: str) -> str:
 
 def _read_file(path: Path, builder: _Builder) -> None:
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(read_trusted(path).decode("utf-8"))
     except OSError as error:
         builder.problems.append(f"{path}: cannot be read: {error.strerror}")
         return

@@ -1,14 +1,12 @@
-"""Resources of this machine: memory, disk space and file descriptors."""
+"""Resources of this machine: memory and disk space."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import shutil
 from pathlib import Path
 
-__all__ = ["allow_descriptors", "disk_bytes", "existing_directory", "memory_bytes"]
+__all__ = ["disk_bytes", "existing_directory", "memory_bytes"]
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -42,10 +40,3 @@ def disk_bytes(*directories: Path) -> int:
         if entry.is_file()
     )
     return shutil.disk_usage(existing_directory(directories[0])).free + occupied
-
-
-def allow_descriptors() -> None:
-    """Raises the soft limit of file descriptors to the hard limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,43 +1,36 @@
-"""Checks of file descriptors and the clock."""
+"""Checks of the limits of the process, and of the clock."""
 
 from __future__ import annotations
 
 import ctypes
-import resource
 import time
 from collections.abc import Iterator
 
+from ..process.limits import limit_findings, needs_of, room
 from .finding import CheckContext, CheckResult, fail, ok, warn
 
-__all__ = ["clock", "descriptors"]
+__all__ = ["clock", "limits"]
 
-_LEAST_DESCRIPTORS = 256
-_PER_SESSION = 4
-"""Approximate number of descriptors per session: heartbeats, attach, and one or two for calls."""
-_BESIDES = 128
 _WATCH_SECONDS = 0.05
 _JUMP_SECONDS = 0.02
 _STA_UNSYNC = 0x40
 
 
-def descriptors(context: CheckContext) -> Iterator[CheckResult]:
-    """Checks the hard limit of file descriptors. A server raises its soft limit to this limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    sessions = context.config.limits.max_sessions if context.config else 0
-    wanted = _BESIDES + sessions * _PER_SESSION
-    more = "raise the hard limit: ulimit -Hn; for systemd LimitNOFILE=, for docker --ulimit nofile="
-    if hard < _LEAST_DESCRIPTORS:
-        yield fail(
-            f"{hard} open files are permitted", "a server needs dozens of open files, and a few more per client", more
-        )
-    elif hard < wanted:
-        yield warn(
-            f"{hard} open files are permitted, limits.max_sessions is {sessions}",
-            f"{sessions} sessions need about {wanted} files: when all files are in use, new connections fail",
-            f"{more}; or lower limits.max_sessions",
-        )
-    else:
-        yield ok(f"{hard} open files are permitted")
+def limits(context: CheckContext) -> Iterator[CheckResult]:
+    """Checks the limits of open files, threads and memory. A server checks them at its start."""
+    if context.config is None:
+        return
+    needs = needs_of(context.config)
+    found = room(needs.all_threads, fork=False)
+    problems, warnings = limit_findings(needs, found)
+    for problem in problems:
+        seen, _, do = problem.partition(": ")
+        yield fail(seen, "the server does not start", do)
+    for warning in warnings:
+        seen, _, do = warning.partition(": ")
+        yield warn(seen, "clients cannot connect, and engines count misses", do)
+    if not problems and not warnings:
+        yield ok(f"{found.descriptors} open files and {found.threads} more threads are permitted")
 
 
 def clock(_: CheckContext) -> Iterator[CheckResult]:

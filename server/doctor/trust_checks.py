@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
 from ...protos.credentials import Credentials, CredentialsError
 from ...protos.endpoint import Endpoint
+from ..auth.file_checks import file_warnings, untrusted_files, untrusted_stores
 from ..auth.key_file import KeyFileError, read_key_file
 from ..auth.tls import TlsError, TlsFiles, last_expiry, read_files
 from ..auth.tokens import TokensError, read_token_file
@@ -32,14 +32,22 @@ def trust(context: CheckContext) -> Iterator[CheckResult]:
         return
     if config.tls.cert is None and config.auth.tokens is None:
         yield ok("neither TLS nor tokens are configured")
-    if config.tls.cert is not None and config.tls.key is not None:
+    untrusted = untrusted_files(config)
+    for problem in (*untrusted.values(), *untrusted_stores(config, create=False)):
+        seen, _, do = problem.rpartition(": ")
+        yield fail(seen, f"another user can take over the server; {_NO_START}", do)
+    for warning in file_warnings(config):
+        seen, _, do = warning.rpartition(": ")
+        yield warn(seen, "other users can read blocks, or impersonate the server", do)
+    tls = {config.tls.cert, config.tls.key, config.tls.client_ca}
+    if config.tls.cert is not None and config.tls.key is not None and not tls & untrusted.keys():
         yield from _tls(config.tls.cert, config.tls.key, config.tls.client_ca)
-    if config.auth.tokens is not None:
+    if config.auth.tokens is not None and config.auth.tokens not in untrusted:
         yield from _tokens(config.auth.tokens)
     for tier, path in key_files_of(config.tiers):
         yield _keys(tier, path)
     if config.peers.servers:
-        yield from _peers(config.peers)
+        yield from _peers(config.peers, untrusted.keys())
 
 
 def _tls(cert: Path, key: Path, client_ca: Path | None) -> Iterator[CheckResult]:
@@ -55,11 +63,6 @@ def _tls(cert: Path, key: Path, client_ca: Path | None) -> Iterator[CheckResult]
         yield _certificate(cert, files)
         if client_ca is not None:
             yield _authorities(client_ca, files)
-    for path in (cert, key):
-        yield from _written_by_others(path, "these users can make every client refuse the server")
-    if client_ca is not None:
-        yield from _written_by_others(client_ca, "these users can issue client certificates for themselves")
-    yield from _read_by_others(key, "private key")
 
 
 def _certificate(path: Path, files: TlsFiles) -> CheckResult:
@@ -118,7 +121,6 @@ def _tokens(path: Path) -> Iterator[CheckResult]:
             )
         else:
             yield ok(seen)
-    yield from _written_by_others(path, "these users can give themselves every role and every tenant")
 
 
 def _keys(tier: str, path: Path) -> CheckResult:
@@ -133,22 +135,14 @@ def _keys(tier: str, path: Path) -> CheckResult:
     return ok(f"tier {tier}: {path} can be used")
 
 
-def _peers(peers: PeersConfig) -> Iterator[CheckResult]:
+def _peers(peers: PeersConfig, untrusted: Set[Path]) -> Iterator[CheckResult]:
     """Checks this server's credentials at other servers."""
     ca = Path(peers.ca).expanduser() if peers.ca is not None and peers.ca != "system" else None
-    if tls := [path for path in (ca, peers.cert, peers.key) if path is not None]:
+    tls = [path for path in (ca, peers.cert, peers.key) if path is not None]
+    if tls and not untrusted & set(tls):
         yield _peers_tls(peers, ca, tls)
-    if peers.token_file is not None:
+    if peers.token_file is not None and peers.token_file not in untrusted:
         yield _peers_token(peers.token_file)
-    if ca is not None:
-        yield from _written_by_others(ca, "these users can make this server trust a server of theirs")
-    for path in (peers.cert, peers.key, peers.token_file):
-        if path is not None:
-            yield from _written_by_others(path, "these users can make the other servers refuse this server")
-    if peers.key is not None:
-        yield from _read_by_others(peers.key, "private key")
-    if peers.token_file is not None:
-        yield from _read_by_others(peers.token_file, "token")
 
 
 def _peers_tls(peers: PeersConfig, ca: Path | None, files: Sequence[Path]) -> CheckResult:
@@ -191,27 +185,3 @@ def _peers_token(path: Path) -> CheckResult:
             f"correct peers.token_file, or write a token into the file that user {os.getuid()} can read",
         )
     return ok(f"peers: {path} has a token")
-
-
-def _read_by_others(path: Path, secret: str) -> Iterator[CheckResult]:
-    if (mode := _mode(path)) & stat.S_IROTH:
-        yield warn(
-            f"{path} has mode {mode:04o}: every user can read the {secret}",
-            "every user can impersonate the server",
-            f"chmod o-rwx {path} (for a Kubernetes secret: defaultMode), and replace the {secret} "
-            "if it may have been read",
-        )
-
-
-def _written_by_others(path: Path, why: str) -> Iterator[CheckResult]:
-    mode = _mode(path)
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        yield warn(f"{path} has mode {mode:04o}: users other than its owner can write to it", why, f"chmod go-w {path}")
-
-
-def _mode(path: Path) -> int:
-    """Returns a file's permissions; 0 if they cannot be read (another check reports this)."""
-    try:
-        return stat.S_IMODE(path.stat().st_mode)
-    except OSError:
-        return 0

@@ -181,12 +181,12 @@ def test_tokens_added_concurrently_are_all_kept(
     second = threading.Thread(target=lambda: codes.append(add_token(file, "second")))
     check = token_command.read_token_file
 
-    def checked(path: Path) -> TokenFile:
+    def checked(path: Path, *, trusted: bool) -> TokenFile:
         # the new file is being written, and the old text was read
         if path != file and not second.ident:
             second.start()
             second.join(0.3)  # without the lock the thread would end by then
-        return check(path)
+        return check(path, trusted=trusted)
 
     monkeypatch.setattr(token_command, "read_token_file", checked)
     monkeypatch.setattr(os, "getpid", threading.get_native_id)

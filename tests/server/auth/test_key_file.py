@@ -92,7 +92,7 @@ def test_invalid_files_are_refused(tmp_path: Path, text: str, message: str) -> N
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o620, 0o666, 0o601])
 def test_a_file_of_other_users_is_refused(tmp_path: Path, mode: int) -> None:
-    with pytest.raises(KeyFileError, match=rf"has mode {mode:04o}, .*chmod 0600"):
+    with pytest.raises(KeyFileError, match=rf"has mode {mode:04o}, .*chmod "):
         read_key_file(written(tmp_path, entry("a", FIRST), mode))
 
 

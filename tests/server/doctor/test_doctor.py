@@ -31,7 +31,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make tha
 def place() -> Iterator[Path]:
     """Yields a directory that every user can enter and write to, for commands of another user."""
     directory = Path(tempfile.mkdtemp(prefix="kvtier-doctor-test-"))
-    directory.chmod(0o777)
+    directory.chmod(0o1777)
     yield directory
     shutil.rmtree(directory)
 
@@ -145,7 +145,7 @@ class TestBroken:
         tiny = place / "tiny"
         tiny.mkdir()
         mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1m,mode=0777", "tmpfs", tiny], capture_output=True, check=False
+            ["mount", "-t", "tmpfs", "-o", "size=1m,mode=1777", "tmpfs", tiny], capture_output=True, check=False
         )
         if mounted.returncode:
             pytest.skip("tmpfs cannot be mounted here")
@@ -172,8 +172,8 @@ class TestBroken:
 
     def test_too_few_descriptors(self, place: Path) -> None:
         """The server could serve a few clients only."""
-        named(doctor(place, code=1, limits="-n 64"), "descriptors", "fail", "64 open files", "LimitNOFILE")
-        named(doctor(place, limits="-n 512"), "descriptors", "warn", "max_sessions", "raise the hard limit")
+        named(doctor(place, code=1, limits="-n 64"), "limits", "fail", "64 open files", "LimitNOFILE")
+        named(doctor(place, limits="-n 512"), "limits", "warn", "max_sessions", "raise the hard limit")
 
     def test_a_directory_without_write_permission(self, place: Path) -> None:
         """The server would not start."""
@@ -229,7 +229,7 @@ class TestHealthy:
             text = kvtier("doctor", "--endpoint", endpoint, "--data-dir", f"{place}/data", "--no-disk-test").stdout
         assert list(findings) == list(CHECKS)
         # depend on the machine
-        machines = {"clock", "huge_pages", "memlock", "container", "descriptors"}
+        machines = {"clock", "huge_pages", "memlock", "container", "limits"}
         bad = [each for name, found in findings.items() for each in found if each["verdict"] != "ok"]
         assert {each["check"] for each in bad} <= machines | {"disks"}, bad
         assert "64.0 MiB of 64.0 MiB, in a memfd; /dev/shm is not used" in findings["shared_memory"][0]["seen"]

@@ -186,15 +186,11 @@ class TestTrust:
         found("ok", "ok", "ok", of=list(trust(context_of(config))))
         for path in (pair.cert, pair.key, authority.ca, tokens):
             Path(path).chmod(0o666)
-        findings = found(*["ok"] * 2, *["warn"] * 4, "ok", "warn", of=list(trust(context_of(config))))
-        bad = [each for each in findings if each.verdict is Verdict.WARN]
-        writable = (pair.cert, pair.key, authority.ca)
-        assert [each.do for each in bad[:3]] == [f"chmod go-w {path}" for path in writable]
-        assert "every user can read the private key" in bad[3].seen
-        assert bad[3].do.startswith(f"chmod o-rwx {pair.key} ")
-        assert bad[4].do == f"chmod go-w {tokens}"
-        tokens.chmod(0o620)
-        assert found("ok", "ok", *["warn"] * 4, "ok", "warn", of=list(trust(context_of(config))))[-1].do == bad[4].do
+        findings = found(*["fail"] * 4, "warn", of=list(trust(context_of(config))))
+        writable = (pair.cert, pair.key, authority.ca, tokens)
+        assert [each.do for each in findings[:4]] == [f"chmod go-w {path}" for path in writable]
+        assert "every user can read the secret" in findings[4].seen
+        assert findings[4].do.startswith(f"chmod o-rwx {pair.key} ")
 
     @pytest.mark.parametrize(
         ("text", "seen"),
@@ -321,14 +317,13 @@ class TestPeers:
         files = {"cert": Path(pair.cert), "key": Path(pair.key), "token_file": token}
         for path in (authority.ca, *files.values()):
             Path(path).chmod(0o666)
-        findings = found("ok", "ok", *["warn"] * 6, of=self.findings(ca=authority.ca, **files))[2:]
+        findings = found(*["fail"] * 4, *["warn"] * 2, of=self.findings(ca=authority.ca, **files))
         writable = [f"chmod go-w {path}" for path in (authority.ca, *files.values())]
         assert [each.do for each in findings[:4]] == writable
-        assert "every user can read the private key" in findings[4].seen
-        assert "every user can read the token" in findings[5].seen
-        for path in files.values():
-            path.chmod(0o640)
-        found("ok", "ok", "warn", of=self.findings(ca=authority.ca, **files))
+        assert [each.do.split()[2] for each in findings[4:]] == [pair.key, str(token)]
+        for path in (authority.ca, *files.values()):
+            Path(path).chmod(0o640)
+        found("ok", "ok", of=self.findings(ca=authority.ca, **files))
 
 
 class TestTiers:
