@@ -10,8 +10,8 @@ of its target:
 | file | other users, or a group with other members, may write to it |
 | directory | the same, unless its sticky bit protects its entries, or its mount is read-only |
 
-The check trusts the owner of "/", who can replace every program. This is the user `nobody` in a
-user namespace without root. Kubernetes mounts secrets below a directory of mode 0777, read-only.
+The check trusts the owner of "/", because this user can replace every program. In a user namespace
+without root, this is the overflow user 65534. Kubernetes mounts secrets below a directory of mode 0777, read-only.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read_trusted(path: str | os.PathLike[str], limit_bytes: int = -1) -> bytes:
 def check_trusted(path: str | os.PathLike[str]) -> os.stat_result:
     """Returns the status of a file or directory. Raises `UntrustedFileError`, other `OSError`."""
     place = "/"
-    status = os.lstat(place)  # noqa: PTH116 - the walk has no need of Path objects
+    status = os.lstat(place)
     _check(place, status)
     left = _parts(os.path.abspath(path))  # noqa: PTH100
     links = 0
@@ -76,10 +76,10 @@ def check_trusted(path: str | os.PathLike[str]) -> os.stat_result:
         name = left.pop()
         if name == "..":
             place = os.path.dirname(place)  # noqa: PTH120
-            status = os.lstat(place)  # noqa: PTH116
+            status = os.lstat(place)
             continue
         here = os.path.join(place, name)  # noqa: PTH118
-        status = os.lstat(here)  # noqa: PTH116
+        status = os.lstat(here)
         _check(here, status)
         if not stat.S_ISLNK(status.st_mode):
             place = here
@@ -114,7 +114,7 @@ def _is_anonymous(path: str | os.PathLike[str], opened: os.stat_result) -> bool:
 
 
 def _check(place: str, status: os.stat_result) -> None:
-    owners = {0, os.geteuid(), os.lstat("/").st_uid}  # noqa: PTH116
+    owners = {0, os.geteuid(), os.lstat("/").st_uid}
     if status.st_uid not in owners:
         raise UntrustedFileError(f"{place} belongs to user {status.st_uid}, who can change it: chown {place}", place)
     if stat.S_ISLNK(status.st_mode) or not (writers := _writers(place, status)):

@@ -116,7 +116,7 @@ class Authenticator:
             if str(error) != self._refusal:
                 _log.error("the tokens cannot be read; the previous tokens stay valid", error=str(error))
             self._refusal = str(error)
-            self._file_version = ()  # read again at the next call: the fault can be a directory's mode
+            self._file_version = ()  # read again, because a directory's mode may be the fault
         else:
             self._refusal = ""
             _log.info("tokens read again", path=str(self._path), tokens=len(self._token_file.tokens))

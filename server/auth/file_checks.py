@@ -47,7 +47,7 @@ def untrusted_stores(config: Config, *, create: bool) -> list[str]:
             check_trusted(existing_directory(tier.path))
             if create:
                 _create_private(tier.path)
-                check_trusted(tier.path)  # in a directory like /tmp, another user can have created it
+                check_trusted(tier.path)  # in /tmp, another user may have created it
             for entry in os.scandir(tier.path):
                 with contextlib.suppress(FileNotFoundError):
                     check_trusted(entry.path)
@@ -59,7 +59,7 @@ def untrusted_stores(config: Config, *, create: bool) -> list[str]:
 
 
 def file_warnings(config: Config) -> Iterator[str]:
-    """Yields a line for each secret that every user can read, and each socket that can be replaced."""
+    """Yields a line for each secret that every user can read and each socket to replace."""
     for setting, path in _files(config):
         if setting.rpartition(": ")[2] in _SECRETS and (mode := mode_of_readable(path)) is not None:
             yield (
@@ -88,7 +88,12 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
     }
     if peers.servers:
         ca = None if peers.ca in (None, "system") else Path(peers.ca).expanduser()
-        files |= {"peers.ca": ca, "peers.cert": peers.cert, "peers.key": peers.key, "peers.token_file": peers.token_file}
+        files |= {
+            "peers.ca": ca,
+            "peers.cert": peers.cert,
+            "peers.key": peers.key,
+            "peers.token_file": peers.token_file,
+        }
     for tier in config.tiers:
         if tier.is_remote:
             given = {name: path for name in _TIER_FILES if (path := tier.options.get(name))}

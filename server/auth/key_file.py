@@ -88,7 +88,7 @@ class KeyFile:
             if str(error) != self._refusal:
                 _log.error("the keys cannot be read; the previous keys stay in use", error=str(error))
             self._refusal = str(error)
-            self._version = ()  # read again at the next check: the fault can be a directory's mode
+            self._version = ()  # read again, because a directory's mode may be the fault
         else:
             self._refusal = ""
             _log.info("keys read again", path=str(self._path))

@@ -21,6 +21,7 @@ def limits(context: CheckContext) -> Iterator[CheckResult]:
     if context.config is None:
         return
     needs = needs_of(context.config)
+    # This process has threads of gRPC, so it must not fork.
     found = room(needs.all_threads, fork=False)
     problems, warnings = limit_findings(needs, found)
     for problem in problems:
@@ -28,7 +29,11 @@ def limits(context: CheckContext) -> Iterator[CheckResult]:
         yield fail(seen, "the server does not start", do)
     for warning in warnings:
         seen, _, do = warning.partition(": ")
-        yield warn(seen, "clients cannot connect, and engines count misses", do)
+        yield warn(
+            seen,
+            "new connections and streams fail, and engines count misses",
+            do,
+        )
     if not problems and not warnings:
         yield ok(f"{found.descriptors} open files and {found.threads} more threads are permitted")
 

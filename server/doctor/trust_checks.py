@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from ...protos.credentials import Credentials, CredentialsError
@@ -135,7 +136,7 @@ def _keys(tier: str, path: Path) -> CheckResult:
     return ok(f"tier {tier}: {path} can be used")
 
 
-def _peers(peers: PeersConfig, untrusted: Set[Path]) -> Iterator[CheckResult]:
+def _peers(peers: PeersConfig, untrusted: AbstractSet[Path]) -> Iterator[CheckResult]:
     """Checks this server's credentials at other servers."""
     ca = Path(peers.ca).expanduser() if peers.ca is not None and peers.ca != "system" else None
     tls = [path for path in (ca, peers.cert, peers.key) if path is not None]

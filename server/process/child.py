@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import subprocess
@@ -89,7 +90,15 @@ class Child:
 
     async def _connect(self, connection: socket.socket, take: Callable[[dict[str, Any], bytes], None] | None) -> None:
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self._reap, args=(loop,), name=f"kvtier-reap-{self.name}", daemon=True).start()
+        try:
+            threading.Thread(target=self._reap, args=(loop,), name=f"kvtier-reap-{self.name}", daemon=True).start()
+        except RuntimeError as error:  # no thread available
+            connection.close()
+            self._process.kill()
+            self._process.wait()
+            if self._process.stderr is not None:
+                self._process.stderr.close()
+            raise OSError(errno.EAGAIN, f"{self.name}: {error}") from None
         if take is None:
             self._reader, self._writer = await asyncio.open_unix_connection(sock=connection)
             self._transport = self._writer.transport

@@ -241,9 +241,7 @@ def test_a_client_refuses_tls_files_that_other_users_can_write(file: Path, name:
         Credentials(**paths).socket_context("kvtier")
 
 
-def test_a_client_keeps_its_token_if_the_new_one_is_not_trusted(
-    file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_keeps_its_token_if_the_new_one_is_not_trusted(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     credentials = Credentials(token_file=str(file))
     assert credentials.socket_token() == "content"
     file.write_text("planted")
@@ -255,7 +253,7 @@ def test_a_client_keeps_its_token_if_the_new_one_is_not_trusted(
 
 
 def test_the_check_is_thread_safe(file: Path) -> None:
-    """gRPC reads certificates on its threads."""
+    """Threads of gRPC read certificates."""
     read: list[bytes] = []
     threads = [threading.Thread(target=lambda: read.append(read_trusted(file))) for _ in range(8)]
     for thread in threads:

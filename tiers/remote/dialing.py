@@ -128,7 +128,10 @@ def _resolve(endpoint: ServerAddress, ends_at: float) -> list[Any]:
         except OSError as error:
             answers.put(error)
 
-    threading.Thread(target=resolve, name="kvtier-resolve", daemon=True).start()
+    try:
+        threading.Thread(target=resolve, name="kvtier-resolve", daemon=True).start()
+    except RuntimeError as error:  # no thread available
+        raise StoreUnavailableError(f"cannot resolve {endpoint.host}: {error}") from error
     try:
         answer = answers.get(timeout=max(0.0, ends_at - time.monotonic()))
     except queue.Empty:

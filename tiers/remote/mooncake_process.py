@@ -111,8 +111,13 @@ class MooncakeProcess:
         with self._changed:
             if self._child is None and not self._is_closed:
                 self._why = "the client process is starting"
-                self._child = MooncakeChild(self._settings, self.region, self._on_change)
-                self._child.thread.start()
+                child = MooncakeChild(self._settings, self.region, self._on_change)
+                try:
+                    child.thread.start()
+                except RuntimeError as error:  # no thread available; the next call tries again
+                    self._why = f"the client process cannot start: {error}"
+                else:
+                    self._child = child
 
     def connect(self, ends_at: float) -> tuple[MooncakeChild, socket.socket]:
         """Returns the process and a connection to it, of one thread. Starts a process if necessary.

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,25 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes a module `echo` that children can run."""
     (tmp_path / "echo.py").write_text(_ECHO)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+
+
+async def test_no_process_remains_if_no_thread_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers handle `OSError`, as if the process could not be started."""
+    started: list[subprocess.Popen[bytes]] = []
+    run = child_module._run
+
+    def recorded(*arguments: Any) -> subprocess.Popen[bytes]:
+        started.append(run(*arguments))
+        return started[-1]
+
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(child_module, "_run", recorded)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(OSError, match="can't start new thread"):
+        await Child.start("echo")
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
 
 
 async def test_messages_pass_in_both_directions() -> None:
