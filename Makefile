@@ -28,6 +28,12 @@ PROMETHEUS := build/prometheus
 REMOTE := build/remote
 FLEET := build/fleet
 ROUTER := build/router
+UV := build/uv
+
+# Extras that an image can have, and its Python.
+IMAGE_EXTRAS := server s3 encryption events tracing
+IMAGE_PYTHON := 3.13
+REQUIREMENTS := deploy/docker/requirements
 
 # Debian's Redis, Azurite, and the libraries that Mooncake is linked to.
 REMOTE_ENV = AZURITE_DIR=$(CURDIR)/$(REMOTE)/azurite REDIS_DIR=$(CURDIR)/$(REMOTE)/debian LD_LIBRARY_PATH=$$(echo $(CURDIR)/$(REMOTE)/debian/{usr/,}lib/*-linux-gnu | tr ' ' :)
@@ -46,7 +52,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm demo-fleet demo-router test test-long test-engines test-handoff test-gpu test-remote test-router simulate simulate-fleet simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers bench-proxy bench-proxy-vllm bench-remote performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace demo-sglang test-sglang test-engines-next
+.PHONY: help demo demo-vllm demo-fleet demo-router test test-long test-engines test-handoff test-gpu test-remote test-router simulate simulate-fleet simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers bench-proxy bench-proxy-vllm bench-remote performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline requirements clean dashboards test-dashboards bench-curve test-web fuzz trace demo-sglang test-sglang test-engines-next
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -220,6 +226,15 @@ protos: $(PROTOC)/.stamp  ## Regenerate the gRPC stubs from protos/kvtier/v1
 baseline: $(PROTOC)/.stamp  ## Make the current protos the baseline of the breaking-change check
 	$(PROTOC)/bin/buf build --exclude-source-info --output protos/baseline.binpb
 
+# The hashes are those of all files of a version, so also of those for aarch64.
+UV_COMPILE = $(UV)/bin/uv pip compile --quiet --upgrade --python-version $(IMAGE_PYTHON) --python-platform x86_64-manylinux_2_28 \
+  --only-binary :all: --generate-hashes --no-header --no-annotate
+
+requirements: $(UV)/.stamp  ## Write the requirements of the image with hashes, in deploy/docker/requirements, from constraints.txt
+	mkdir -p $(REQUIREMENTS)
+	for extra in $(IMAGE_EXTRAS); do $(UV_COMPILE) --constraint constraints.txt --extra $$extra --output-file $(REQUIREMENTS)/$$extra.txt pyproject.toml; done
+	echo 'setuptools>=77' | $(UV_COMPILE) --output-file $(REQUIREMENTS)/build.txt -
+
 clean:  ## Remove all build outputs, including the virtual environments
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -236,10 +251,11 @@ $(FUZZ)/.stamp: pyproject.toml constraints.txt
 	@$(FUZZ)/$(PIP_INSTALL) --editable '.[server]' atheris cryptography $(SHOW_PROGRESS)
 	@touch $@
 
+# These grpcio-tools need protobuf 6.
 $(PROTOC)/.stamp: constraints.txt
 	@echo 'installing packages in $(PROTOC) (only once)'
 	@$(PYTHON) -m venv $(PROTOC)
-	@$(PROTOC)/$(PIP_INSTALL) grpcio-tools buf-bin $(SHOW_PROGRESS)
+	@$(PROTOC)/$(subst constraints.txt,<(grep -v ^protobuf= constraints.txt),$(PIP_INSTALL)) grpcio-tools buf-bin $(SHOW_PROGRESS)
 	@touch $@
 
 # The index has CUDA builds of torchvision, torchaudio and torchcodec. They break the import of vLLM on a CPU.
@@ -285,6 +301,12 @@ $(DIST)/.stamp: constraints.txt
 	@echo 'installing packages in $(DIST) (only once)'
 	@$(PYTHON) -m venv $(DIST)
 	@$(DIST)/$(PIP_INSTALL) build check-wheel-contents twine $(SHOW_PROGRESS)
+	@touch $@
+
+$(UV)/.stamp: constraints.txt
+	@echo 'installing packages in $(UV) (only once)'
+	@$(PYTHON) -m venv $(UV)
+	@$(UV)/$(PIP_INSTALL) uv $(SHOW_PROGRESS)
 	@touch $@
 
 $(DOCS)/.stamp: constraints.txt

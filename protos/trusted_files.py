@@ -11,7 +11,8 @@ of its target:
 | directory | the same, unless its sticky bit protects its entries, or its mount is read-only |
 
 The check trusts the owner of "/", because this user can replace every program. In a user namespace
-without root, this is the overflow user 65534. Kubernetes mounts secrets below a directory of mode 0777, read-only.
+without root, this is the overflow user 65534. Kubernetes mounts secrets below a directory of mode
+0777, read-only.
 """
 
 from __future__ import annotations

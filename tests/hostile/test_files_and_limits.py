@@ -137,7 +137,7 @@ class TestFilesOfARunningServer:
 
     @pytest.mark.parametrize("attack", ["mode", "directory", "owner"])
     def test_a_planted_token_is_never_valid(self, site: Site, attack: str) -> None:
-        """The previous tokens stay, also those that the planted file lacks. The log has one line."""
+        """The previous tokens stay, also those that the planted file lacks."""
         if attack == "owner" and os.geteuid():
             pytest.skip("only root can act as another user")
         tokens = site.tokens.path
