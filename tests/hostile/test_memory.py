@@ -32,7 +32,7 @@ MOST = 160 * MIB
 """Growth at which an attack fails: 51,000 calls at once over 200 connections needed 106 MiB."""
 MORE = 32 * MIB
 """Growth from the first run of an attack to the second: the server trims its heap at 32 MiB."""
-KEPT = 64 * MIB
+KEPT = 56 * MIB
 """What stays after all attacks: 32 MiB that the server keeps, and fragments of Python's arenas."""
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -136,7 +136,7 @@ def measured(site: Site) -> Iterator[Callable[[], None]]:
     runs: list[list[int]] = []
 
     def ran() -> None:
-        site.server.status()  # the server has handled what it received
+        wait_until(lambda: _is_served(site))
         runs.append([own_bytes(pid) for pid in pids])
 
     yield ran
@@ -144,6 +144,13 @@ def measured(site: Site) -> Iterator[Callable[[], None]]:
     figures = f"MiB at first {_mib(first)}, then {_mib(once)}, then {_mib(twice)}"
     assert all(now < before + MOST for before, now in zip(first, twice, strict=True)), figures
     assert all(now < before + MORE for before, now in zip(once, twice, strict=True)), figures
+
+
+def _is_served(site: Site) -> bool:
+    """Returns whether the server has handled what it received. It may refuse calls until then."""
+    with contextlib.suppress(grpc.RpcError):
+        return bool(site.server.status().tiers)
+    return False
 
 
 def _mib(figures: list[int]) -> list[int]:
@@ -202,13 +209,24 @@ def stored(site: Site, salt: str) -> list[bytes]:
     return keys
 
 
+def leased(session: RawSession, lookup: cache_pb2.LookupRequest) -> int:
+    """Looks up blocks; returns the lease. The server may refuse calls until an attack has ended."""
+
+    def ask() -> int | None:
+        with contextlib.suppress(grpc.RpcError):
+            return int(session.cache.Lookup(lookup, timeout=60).lease_id)
+        return None
+
+    return wait_until(ask)
+
+
 def test_cancelled_calls(site: Site) -> None:
     """Calls of a session, cancelled before the answer, and streams cancelled within a message."""
     namespace = namespace_of(BLOCK, tenant="acme")
     with RawSession(site.server.endpoint, namespace, engine_id="cancelling") as session:
         keys = stored(site, "cancelled")
         lookup = cache_pb2.LookupRequest(session=session.ref, keys=keys)
-        lease = session.cache.Lookup(lookup, timeout=60).lease_id
+        lease = leased(session, lookup)
         pull = transfer_pb2.PullRequest(session=session.ref, lease_id=lease, items=range(len(keys)))
         waiting = cache_pb2.LookupRequest(session=session.ref, keys=fresh("missing", 64))
         with measured(site) as ran:
@@ -230,7 +248,7 @@ def test_streams_of_the_bulk_process(site: Site) -> None:
         route.address(session)  # starts the bulk process
         keys = stored(site, "streams")
         lookup = cache_pb2.LookupRequest(session=session.ref, keys=keys)
-        lease = session.cache.Lookup(lookup, timeout=60).lease_id
+        lease = leased(session, lookup)
         other = prepare(session, fresh("other", 4))
         malformed = [
             push_call(other) + data_frame(bytes(1000), checksum=1),
@@ -284,16 +302,19 @@ def test_names_that_a_tenant_invents(site: Site) -> None:
 
 
 def test_the_memory_comes_back(site: Site, at_start: int) -> None:
-    """Within half a minute after all attacks, also while other clients call."""
-    send_all(site, "grpc", closed_calls)
+    """Seconds after each burst of calls, also while other clients call.
+
+    Before, the server compared the free bytes of its heap, most of which a trim had returned: it
+    kept 67 MiB after the second burst and 89 after the third one.
+    """
 
     def has_come_back() -> bool:
         site.server.status()
-        return own_bytes(site.server.pid) < at_start + KEPT
+        return bool(own_bytes(site.server.pid) < at_start + KEPT)
 
-    wait_until(
-        has_come_back,
-        120,
-        otherwise=lambda: f"{own_bytes(site.server.pid) // MIB} MiB, {at_start // MIB} at first",
-        interval=0.2,
-    )
+    def figures() -> str:
+        return f"MiB at first {at_start // MIB}, now {own_bytes(site.server.pid) // MIB}"
+
+    for _ in range(2):
+        send_all(site, "grpc", closed_calls)
+        wait_until(has_come_back, 60, otherwise=figures, interval=0.2)
