@@ -7,8 +7,8 @@ asyncio objects, but these are found by collections of the young generations: af
 and releases no garbage was in the old generation. So only the young generations are collected
 automatically. `FullCollector` collects the old generation.
 
-`tune_malloc` makes malloc keep freed memory, so that the memory of a burst of requests would stay in
-the process. `HeapTrimmer` returns it to the kernel.
+`tune_malloc` makes malloc keep freed memory, so that the memory of a burst of requests would stay
+in the process. `HeapTrimmer` returns it to the kernel.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from .block import Block, NamespaceIndex
 __all__ = ["KEPT_EMPTY", "BlockIndex"]
 
 KEPT_EMPTY = 1024
-"""Number of namespaces without blocks that may stay in the index of a tier, about 350 bytes each."""
+"""Number of namespaces without blocks that may stay in a tier's index, about 350 bytes each."""
 
 _UNLINKED = NamespaceIndex(invalidated=True)
 """Marks blocks that were removed from the index one by one."""
