@@ -27,7 +27,7 @@ def free_all_batches() -> bool:
     if original is None or original is _execute_batch:
         return original is not None
     _Batch.original = staticmethod(original)
-    cygrpc.execute_batch = _execute_batch
+    cygrpc.execute_batch = _execute_batch  # pyright: ignore[reportAttributeAccessIssue]
     return True
 
 
