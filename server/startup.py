@@ -45,6 +45,7 @@ from .events.zmq_socket import PublisherError, ZmqSocket
 from .peers.peer_tier import PeerTier
 from .peers.sources import PeerSources, peer_credentials
 from .rpc.attach import SUFFIX, AttachServer
+from .rpc.grpc_batches import free_all_batches
 from .rpc.interceptor import RefusalInterceptor
 from .rpc.request_bounds import RequestBounds
 from .rpc.request_checks import RequestValidator
@@ -275,6 +276,8 @@ def open_listeners(
     with _start_errors():
         attach.start()
     closers.push_async_callback(attach.close)
+    if not free_all_batches():
+        _log.warning("cancelled calls leave memory behind, because this version of grpcio is not known")
     options = [("grpc.max_receive_message_length", max_message_bytes), *_GRPC_OPTIONS]
     return Listeners(grpc.aio.server(interceptors=[interceptor], options=options), socket_calls, attach)
 

@@ -12,7 +12,7 @@ import pytest
 RUN = """
 import shutil, tempfile, traceback
 from pathlib import Path
-from fuzz import {name} as module
+from fuzz import {module} as module
 {plant}
 directory = Path(tempfile.mkdtemp(dir="/tmp", prefix="kvf-"))
 try:
@@ -47,15 +47,17 @@ def damaging(self, blocks):
     return outcomes
 DiskTier.load = damaging
 """
+MODULES = {"memory": "calls"}
 PLANTS = {
     "calls": (CALLS, "planted"),
+    "memory": ("module._MOST_GROWTH = -(1 << 40)", "MiB of memory"),
     "parsers": (PARSERS, "IndexError"),
     "disks": (DISKS, "other bytes than were stored"),
 }
 
 
 def run(name: str, plant: str = "") -> subprocess.CompletedProcess[str]:
-    code = RUN.format(name=name, target=name.capitalize(), plant=plant)
+    code = RUN.format(module=MODULES.get(name, name), target=name.capitalize(), plant=plant)
     root = Path(__file__).resolve().parents[1]
     environment = {"PYTHONPATH": f"{root / 'src'}:{root / 'tests'}", "PATH": "/usr/bin:/bin"}
     return subprocess.run(

@@ -7,11 +7,13 @@ process. Therefore `available_bytes` is checked before a region gets pages.
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
-__all__ = ["available_bytes", "cgroup_directories", "free_heap_bytes", "trim_heap", "tune_malloc"]
+__all__ = ["available_bytes", "cgroup_directories", "own_bytes", "trim_heap", "tune_malloc"]
 
 _MEMINFO = Path("/proc/meminfo")
+_STATM = Path("/proc/self/statm")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
@@ -108,24 +110,13 @@ def tune_malloc() -> bool:
     return all(accepted)
 
 
-class _Mallinfo2(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
-
-
-def free_heap_bytes() -> int:
-    """Returns the bytes of malloc's heap that are free; 0 if the C library is not glibc."""
+def own_bytes() -> int:
+    """Returns the resident memory of this process without files and shared memory; 0 if unknown."""
     try:
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-    except (OSError, AttributeError):
+        resident, shared = map(int, _STATM.read_text().split()[1:3])
+    except (OSError, ValueError):
         return 0
-    mallinfo2.restype = _Mallinfo2
-    return int(mallinfo2().fordblks)
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def trim_heap() -> None:

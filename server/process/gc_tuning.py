@@ -7,17 +7,18 @@ asyncio objects, but these are found by collections of the young generations: af
 and releases no garbage was in the old generation. So only the young generations are collected
 automatically. `FullCollector` collects the old generation.
 
-`tune_malloc` makes malloc keep freed memory, so that the memory of a burst of large requests would
-stay in the process. `HeapTrimmer` returns it to the kernel.
+`tune_malloc` makes malloc keep freed memory, so that the memory of a burst of requests would stay
+in the process. `HeapTrimmer` returns it to the kernel.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import time
 
-from ...cuda.host.memory import free_heap_bytes, trim_heap
+from ...cuda.host.memory import own_bytes, trim_heap
 
 __all__ = ["FullCollector", "HeapTrimmer", "disable_full_gc"]
 
@@ -29,9 +30,12 @@ _NEVER = 1 << 30
 
 _IDLE_SECONDS = 60.0
 _BUSY_SECONDS = 3600.0
+_GROWN_BLOCKS = 250_000
+"""Number of Python's memory blocks, about 20 MiB, after whose growth a busy server collects like an
+idle one."""
 _TRIM_SECONDS = 5.0
-_FREE_BYTES = 64 << 20
-"""Additional free memory that the heap keeps for further requests."""
+_KEPT_BYTES = 32 << 20
+"""Memory that the process keeps for further requests, in addition to what it had after a trim."""
 _SHARE = 2000
 """Minimum ratio of the pause before a full collection to the duration of the previous one.
 
@@ -50,13 +54,15 @@ class FullCollector:
     """Runs full collections: at most one per hour, or one per minute while no calls arrive.
 
     Ended sessions and errors leave little garbage in the old generation. Without full collections
-    this garbage would accumulate for months.
+    this garbage would accumulate for months. A client that cancels masses of calls leaves more, so
+    the server also collects once per minute while the number of objects grows.
     """
 
     def __init__(self, now: float) -> None:
         self._collected_at = now
         self._took = 0.0
         self._calls = 0
+        self._blocks = sys.getallocatedblocks()
 
     def tick(self, now: float, calls: int) -> bool:
         """Runs a collection if it is due; returns whether the collection ran.
@@ -64,35 +70,41 @@ class FullCollector:
         `now` is in seconds; `calls` is the number of calls since the start of the server.
         """
         idle, self._calls = calls == self._calls, calls
-        pause = max(_IDLE_SECONDS if idle else _BUSY_SECONDS, self._took * _SHARE)
+        has_grown = sys.getallocatedblocks() - self._blocks > _GROWN_BLOCKS
+        pause = max(_IDLE_SECONDS if idle or has_grown else _BUSY_SECONDS, self._took * _SHARE)
         if now - self._collected_at < pause:
             return False
         started = time.perf_counter()
         gc.collect()
         self._took = time.perf_counter() - started
+        self._blocks = sys.getallocatedblocks()
         self._collected_at = now
         return True
 
 
 class HeapTrimmer:
-    """Returns free memory to the kernel if the heap has much of it in two checks in a row."""
+    """Returns free memory to the kernel if the process has grown in two checks in a row.
+
+    The resident memory decides, not the free bytes of the heap: most of those can be free pages
+    that an earlier trim has returned.
+    """
 
     def __init__(self, now: float) -> None:
         self._checked_at = now
-        self._known_free = free_heap_bytes()
-        """Free bytes of the heap after the last trim. Most of them need no memory any more."""
-        self._had_much = False
+        self._least = own_bytes()
+        """The least resident memory since the last trim."""
+        self._has_grown = False
 
     async def tick(self, now: float) -> bool:
-        """Checks the heap every five seconds; returns whether it was trimmed. `now`: seconds."""
+        """Checks the memory every five seconds; returns whether the heap was trimmed."""
         if now - self._checked_at < _TRIM_SECONDS:
             return False
         self._checked_at = now
-        free = free_heap_bytes()
-        self._known_free = min(self._known_free, free)
-        had_much, self._had_much = self._had_much, free > self._known_free + _FREE_BYTES
-        if not (had_much and self._had_much):
+        resident = own_bytes()
+        self._least = min(self._least, resident)
+        had_grown, self._has_grown = self._has_grown, resident > self._least + _KEPT_BYTES
+        if not (had_grown and self._has_grown):
             return False
         await asyncio.to_thread(trim_heap)  # takes 0.1 s for hundreds of MiB
-        self._known_free, self._had_much = free_heap_bytes(), False
+        self._least, self._has_grown = own_bytes(), False
         return True

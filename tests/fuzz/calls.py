@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 from google.protobuf import message_factory
 from google.protobuf.message import Message
+from harness.server_process import MIB, bulk_pid, own_bytes
 
 from kvtier.protos.v1 import (
     admin_pb2,
@@ -38,7 +39,7 @@ from .served import IDS, SESSION, TIMEOUT, Broken, Errors, Served
 from .sockets import Fault, Frame, Way
 from .tape import Tape, byte, number, piece
 
-__all__ = ["METHODS", "Calls", "seeds"]
+__all__ = ["METHODS", "Calls", "Memory", "seeds"]
 
 _MODULES = (admin_pb2, cache_pb2, handoff_pb2, session_pb2, transfer_pb2, events_pb2, conversation_pb2)
 METHODS = [
@@ -48,6 +49,8 @@ METHODS = [
     for method in service.methods
 ]
 _UNCLEAN = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED}
+_MOST_GROWTH = 96 * MIB
+"""Bound of the growth of a process. In 240 s a server grew by 27 MiB."""
 _SCRIPT = 128
 """Steps from this number on are scripts of connections, except a few."""
 
@@ -59,14 +62,19 @@ class Calls:
         self._errors = Errors()
         logs.configure(LogConfig(level="info"), stream=(directory / "log").open("w"))
         logging.getLogger().addHandler(self._errors)
-        loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, daemon=True).start()
+        loop = self._loop()
         self._served = Served(directory / "a", loop)
         self._servers = [self._served, Served(directory / "b", loop, tls=True)]
         self._channel = self._served.channel
-        self._tcp_channel = grpc.insecure_channel(f"127.0.0.1:{self._served.server.ports[0]}")
+        self._tcp_channel = grpc.insecure_channel(f"127.0.0.1:{self._served.grpc_port}")
         self._baseline: tuple[int, int] | None = None
         self._drained = False
+
+    def _loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop of the servers; None if each has a process of its own."""
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        return loop
 
     def run(self, data: bytes) -> None:
         """Makes the calls of an input. Raises Broken."""
@@ -86,11 +94,16 @@ class Calls:
         """Ends our sessions; raises Broken if something is left. Returns the figures."""
         for served in self._servers:
             served.end()
+        try:
+            return self._measure()
+        finally:
+            for served in self._servers:
+                served.open()
+
+    def _measure(self) -> str:
+        """Returns memory and descriptors of this process, in which the servers run."""
         gc.collect()
-        figures = _resources()
-        for served in self._servers:
-            served.open()
-        resident, descriptors = figures
+        resident, descriptors = figures = _resources()
         if self._baseline is None:
             self._baseline = figures
         if descriptors > self._baseline[1] + 32:
@@ -114,8 +127,8 @@ class Calls:
         kind = tape.byte()
         doors: dict[int, Callable[[bytes], None]] = {
             249: self._call_with_a_bad_token,
-            252: lambda data: self._send_bytes(self._served.server.metrics_port, data),
-            254: lambda data: self._send_bytes(self._served.server.ports[0], data),
+            252: lambda data: self._send_bytes(self._served.metrics_port, data),
+            254: lambda data: self._send_bytes(self._served.grpc_port, data),
         }
         if kind in doors:
             doors[kind](tape.piece())
@@ -185,6 +198,43 @@ class Calls:
             connection.connect(("127.0.0.1", port))
             connection.sendall(data)
             connection.recv(4096)
+
+
+class Memory(Calls):
+    """The target whose servers are processes of their own: `settle` measures their memory.
+
+    It begins with the inputs that `Calls` has found. The process of the fuzzer has the servers'
+    memory beside its own, so `Calls` cannot measure it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._first = self._resident()
+
+    def _loop(self) -> None:
+        return None
+
+    def _measure(self) -> str:
+        for served in self._servers:
+            assert served.process is not None
+            if '"call failed"' in (log := served.process.log):
+                raise Broken(log[log.index('"call failed"') - 200 :][:5000])
+        texts = []
+        for name, now in self._resident().items():
+            first = self._first[name]
+            texts.append(f"{name} {now / MIB:.0f} (at first {first / MIB:.0f}, growth {(now - first) / MIB:.0f})")
+            if now - first > _MOST_GROWTH:
+                raise Broken(f"MiB of memory: {texts[-1]}")
+        return f"MiB of memory: {', '.join(texts)}"
+
+    def _resident(self) -> dict[str, int]:
+        """Resident bytes without shared memory, of each process of the servers."""
+        pids = {}
+        for served, way in zip(self._servers, ("without TLS", "with TLS"), strict=True):
+            assert served.process is not None
+            pids[f"server {way}"] = served.process.pid
+            pids[f"its bulk process {way}"] = bulk_pid(served.process.pid) or 0
+        return {name: own_bytes(pid) for name, pid in pids.items()}
 
 
 def _resources() -> tuple[int, int]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from harness.certificates import Authority
 from harness.payloads import filled, is_payload, key_of, namespace_of, payload
 from harness.polling import polls, wait_until
+from harness.server_process import ServerProcess
 
 from kvtier.client import Client, Timeouts
 from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS
@@ -32,12 +34,15 @@ SESSION, IDS = 1, 2
 _PART = 2048
 _OTHER_PART = 16 << 10
 """Part of the other client, which stores a block per input: the index of a tier must hold all."""
-_CONFIG = """
-insecure = {1}
+_REGION, _TIER = 8 << 20, 16 << 20
+_HEAD = """
+insecure = {insecure}
+region_size = {region}
+listen = ["unix:{directory}/s", "127.0.0.1:0"]
+data_dir = "{directory}/data"
+"""
+_SETTINGS = """
 metrics = "127.0.0.1:0"
-region_size = "8MiB"
-listen = ["unix:{0}/s", "127.0.0.1:0"]
-data_dir = "{0}/data"
 [limits]
 max_wait = "50ms"
 max_keys = 4096
@@ -54,14 +59,10 @@ max = "1s"
 [sessions]
 heartbeat_interval = "1s"
 [auth]
-tokens = "{0}/tokens.toml"
-[[tiers]]
-type = "lmdb"
-size = "16MiB"
-[[tiers]]
-type = "disk"
-size = "16MiB"
+tokens = "{directory}/tokens.toml"
 """
+_LMDB = f'[[tiers]]\ntype = "lmdb"\nsize = {_TIER}\n'
+_DISK = f'[[tiers]]\ntype = "disk"\nsize = {_TIER}\n'
 
 
 class Broken(Exception):
@@ -84,26 +85,33 @@ class Errors(logging.Handler):
 
 
 class Served:
-    """A running server with an open session `ref` of the tenant of `token`."""
+    """A running server with an open session `ref` of the tenant of `token`.
 
-    def __init__(self, directory: Path, loop: asyncio.AbstractEventLoop, *, tls: bool = False) -> None:
+    The server runs on `loop` in this process, where the fuzzer sees which code an input reaches.
+    Without `loop` it is a `process` of its own, whose memory can be measured.
+    """
+
+    def __init__(self, directory: Path, loop: asyncio.AbstractEventLoop | None, *, tls: bool = False) -> None:
         directory.mkdir()
         self.token = new_token()
         (directory / "tokens.toml").write_text(
             format_entry("t", token_hash(self.token), "acme", ["engine"], shared_memory=True)
         )
-        text = _CONFIG.format(directory, "false" if tls else "true")
+        text = _SETTINGS.format(directory=directory)
         self.credentials = Credentials(token=self.token)
         if tls:
             authority = Authority(directory)
             pair = authority.issue("server")
             text += f'[tls]\ncert = "{pair.cert}"\nkey = "{pair.key}"\n'
             self.credentials = Credentials(token=self.token, ca=authority.ca)
-        config = directory / "kvtier.toml"
-        config.write_text(text)
-        self.server = Server(load(file=config, environ={}).config)
         self._loop = loop
-        self._on_loop(self.server.start())
+        self.process: ServerProcess | None = None
+        self.grpc_port: int
+        self.metrics_port: int
+        if loop is None:
+            self._start_process(directory, text, tls=tls)
+        else:
+            self._start_here(directory, text, tls=tls)
         self.path = f"{directory}/s"
         options = [*CHANNEL_OPTIONS, ("grpc.max_receive_message_length", 4 << 20)]
         self.channel = grpc.insecure_channel(f"unix:{self.path}", options)
@@ -113,6 +121,21 @@ class Served:
         self._numbers = itertools.count()
         self.open()
         self.port = wait_until(self._locate)  # the first call starts the bulk process
+
+    def _start_here(self, directory: Path, settings: str, *, tls: bool) -> None:
+        head = _HEAD.format(directory=directory, region=_REGION, insecure="false" if tls else "true")
+        config = directory / "kvtier.toml"
+        config.write_text(head + settings + _LMDB + _DISK)
+        self._server = Server(load(file=config, environ={}).config)
+        self._on_loop(self._server.start())
+        self.grpc_port, self.metrics_port = self._server.ports[0], self._server.metrics_port or 0
+
+    def _start_process(self, directory: Path, settings: str, *, tls: bool) -> None:
+        self.process = ServerProcess(
+            directory, region=_REGION, lmdb=_TIER, config=settings, tier_config=_DISK, tcp=True, insecure=not tls
+        ).start()
+        ready = wait_until(lambda: re.search(r'"ports": \[(\d+).*"metrics_port": (\d+)', self.process.log))
+        self.grpc_port, self.metrics_port = map(int, ready.groups())
 
     def _locate(self) -> int:
         request = transfer_pb2.LocateRequest(session=self.ref).SerializeToString()
@@ -155,7 +178,10 @@ class Served:
         self._stream.cancel()
         self._other.close()
         self.channel.close()
-        self._on_loop(self.server.stop())
+        if self.process is not None:
+            self.process.close()
+        else:
+            self._on_loop(self._server.stop())
 
     def message(self, method: Any, flags: int, raw: bytes) -> bytes:
         """A request, with or without our session, leases and stores filled in."""
@@ -194,4 +220,5 @@ class Served:
         return {name: count for name, count in counts.items() if count}
 
     def _on_loop(self, work: Any) -> Any:
+        assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)

@@ -20,6 +20,7 @@ with atheris.instrument_imports(include=["kvtier.protos", "kvtier.server", "kvti
 
 TARGETS: dict[str, Any] = {
     "calls": (calls.Calls, calls.seeds),
+    "memory": (calls.Memory, calls.seeds),
     "parsers": (parsers.Parsers, parsers.seeds),
     "disks": (disks.Disks, disks.seeds),
 }

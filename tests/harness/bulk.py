@@ -32,7 +32,7 @@ from .auth_site import Site, make_site
 from .payloads import key_of, payload
 from .polling import wait_until
 from .raw import RawSession, RawSocket, hello_of
-from .server_process import MIB, ServerProcess
+from .server_process import MIB, ServerProcess, bulk_pid
 from .signals import stop
 
 __all__ = [
@@ -68,17 +68,6 @@ def wait_for_bulk(client: Any) -> None:
         return bool(route.found)
 
     wait_until(found)
-
-
-def bulk_pid(server_pid: int) -> int | None:
-    """The pid of a server's bulk process, if it has one."""
-    for task in Path(f"/proc/{server_pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # the thread has just ended
-            for child in map(int, (task / "children").read_text().split()):
-                with contextlib.suppress(OSError):
-                    if b"kvtier.server.bulk" in Path(f"/proc/{child}/cmdline").read_bytes():
-                        return child
-    return None
 
 
 def kill_bulk(server: ServerProcess, number: int = signal.SIGKILL) -> int:

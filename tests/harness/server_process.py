@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -24,7 +25,7 @@ from .polling import polls, wait_until
 from .ports import ReservedPort
 from .signals import stop
 
-__all__ = ["MIB", "ServerProcess", "own_bytes"]
+__all__ = ["MIB", "ServerProcess", "bulk_pid", "own_bytes"]
 
 MIB = 1 << 20
 
@@ -40,6 +41,17 @@ def own_bytes(pid: int) -> int:
     """The resident memory of a process without shared memory."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+
+
+def bulk_pid(server_pid: int) -> int | None:
+    """The pid of a server's bulk process, if it has one."""
+    for task in Path(f"/proc/{server_pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has just ended
+            for child in map(int, (task / "children").read_text().split()):
+                with contextlib.suppress(OSError):
+                    if b"kvtier.server.bulk" in Path(f"/proc/{child}/cmdline").read_bytes():
+                        return child
+    return None
 
 
 class ServerProcess:

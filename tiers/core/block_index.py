@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from ..base import NamespaceId
 from .block import Block, NamespaceIndex
 
-__all__ = ["BlockIndex"]
+__all__ = ["KEPT_EMPTY", "BlockIndex"]
+
+KEPT_EMPTY = 1024
+"""Number of namespaces without blocks that may stay in a tier's index, about 350 bytes each."""
 
 _UNLINKED = NamespaceIndex(invalidated=True)
 """Marks blocks that were removed from the index one by one."""
@@ -25,6 +28,7 @@ class BlockIndex:
         """Indexes that a reset has invalidated and whose blocks are not dropped yet."""
         self._unlinked: dict[NamespaceId, set[Block]] = {}
         """Pinned blocks that were removed from their index."""
+        self._sweep_at = KEPT_EMPTY
 
     def __len__(self) -> int:
         return sum(len(index.blocks) for index in self._by_namespace.values())
@@ -41,6 +45,13 @@ class BlockIndex:
     def get(self, namespace: NamespaceId, key: bytes) -> Block | None:
         index = self._by_namespace.get(namespace)
         return index.blocks.get(key) if index else None
+
+    def forget_empty(self) -> None:
+        """Removes the namespaces without blocks if there may be many. Call it between events."""
+        if len(self._by_namespace) > self._sweep_at:
+            for namespace in [each for each, index in self._by_namespace.items() if not index.blocks]:
+                del self._by_namespace[namespace]
+            self._sweep_at = 2 * len(self._by_namespace) + KEPT_EMPTY
 
     def invalidate(self, namespace: NamespaceId) -> None:
         index = self._by_namespace.pop(namespace, None)

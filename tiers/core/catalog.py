@@ -16,6 +16,7 @@ from ..eviction.queues import EvictionQueue, EvictionQueues
 from ..eviction.quotas import TenantShare, pick_victims
 from ..stats.eviction_history import EvictionHistory
 from ..types import MissReason
+from .block_index import KEPT_EMPTY
 from .event_log import TierEvents
 
 __all__ = ["Catalog", "CatalogEntry", "EntryState"]
@@ -109,7 +110,9 @@ class Catalog:
         self._history = history
         self._entries: dict[NamespaceId, dict[bytes, CatalogEntry]] = defaultdict(dict)
         self._count = 0
+        self._sweep_at = KEPT_EMPTY
         self._queue_of: dict[NamespaceId, EvictionQueue[CatalogEntry]] = {}
+        """Cache of `queues.queue_for`. `tick` clears it together with the empty namespaces."""
         self._turn: _Turn | None = None
         self._retired: dict[NamespaceId, list[CatalogEntry]] = {}
         """Entries of retired namespaces, next victim last. Some may be in use or dropped."""
@@ -246,6 +249,7 @@ class Catalog:
 
         Returns the dropped entries, which the caller must remove from the tier.
         """
+        self._forget_empty()
         expired = []
         for entry in self.queues.tick(now):
             used_at = used_elsewhere(entry.namespace, entry.key)
@@ -259,6 +263,14 @@ class Catalog:
             self._remove(entry, MissReason.EXPIRED)
         self.queues.expired += len(expired)
         return expired
+
+    def _forget_empty(self) -> None:
+        """Removes the namespaces without entries if there may be many."""
+        if len(self._entries) > self._sweep_at or len(self._queue_of) > self._sweep_at:
+            for namespace in [each for each, entries in self._entries.items() if not entries]:
+                del self._entries[namespace]
+            self._queue_of.clear()
+            self._sweep_at = 2 * len(self._entries) + KEPT_EMPTY
 
     def _add(
         self, namespace: NamespaceId, key: bytes, nbytes: int, state: EntryState, queue: EvictionQueue[CatalogEntry]

@@ -29,6 +29,8 @@ SLICE = 512
 
 _TICKS_PER_SECOND = 1e6
 
+_MAX_CACHED_QUEUES = 4096
+
 
 class CpuTier:
     """Blocks in the host region. The used bytes of a tenant share include quarantined slots."""
@@ -60,6 +62,7 @@ class CpuTier:
         """Tenant share of each slot without a block, by offset."""
         self._reclaimer = SlotReclaimer(self.memory, queues, self._owners)
         self._queue_of: dict[tuple[NamespaceId, int], EvictionQueue[Block]] = {}
+        """Cache of `queues.queue_for`, by namespace and part size."""
         self._spare_part = spare_part
         self._under_pressure: set[int] = set()
         """Size classes for which a store found too few free slots. A class stays in the set until
@@ -144,6 +147,7 @@ class CpuTier:
         """Advances the time, drops some expired blocks; returns whether expired blocks are left."""
         self._clock = max(self._clock, int(now * _TICKS_PER_SECOND))
         self._unevictable.clear()
+        self._index.forget_empty()
         gone = []
         for block in self.queues.tick(now):
             if block.pins or block.retained:
@@ -353,6 +357,8 @@ class CpuTier:
 
     def _new_queue(self, namespace: NamespaceId, part_bytes: int) -> EvictionQueue[Block]:
         queue = self.queues.queue_for(namespace, self.memory.slot_bytes_for(part_bytes))
+        if len(self._queue_of) >= _MAX_CACHED_QUEUES:
+            self._queue_of.clear()
         self._queue_of[namespace, part_bytes] = queue
         return queue
 

@@ -40,6 +40,8 @@ from .transfers import TransferScheduler
 __all__ = ["CPU_TIER", "TierManager"]
 
 _ALL_TIERS = TierFilter()
+_MAX_COUNTED_NAMESPACES = 65_536
+"""Number of namespaces that the statistics can tell apart, about 120 bytes each."""
 
 
 class TierManager:
@@ -183,7 +185,8 @@ class TierManager:
             raise InvalidNamespace(f"rank {rank} must be less than the world size {namespace.world_size}")
         session = EngineSession(session_id, engine_id, rank, namespace, tenant)
         self._sessions[session_id] = session
-        self._namespaces.add(namespace.id)
+        if len(self._namespaces) < _MAX_COUNTED_NAMESPACES:
+            self._namespaces.add(namespace.id)
         self._lookups.remember_namespace(namespace.id, tenant)
         return session
 
@@ -203,6 +206,7 @@ class TierManager:
         for request_id in list(session.requests):
             if (request := self._requests.get(session.engine, request_id)) is not None:
                 self._requests.finish(request, give_up=True)
+        self._requests.session_ended(session)
         del self._sessions[session_id]
         if all(other.engine != session.engine for other in self._sessions.values()):
             self.handoffs.engine_gone(session.engine)
@@ -220,7 +224,7 @@ class TierManager:
         """Asks every tier for its vote; the policy is REQUEST_LEVEL if any tier votes so (B3.3).
 
         If the request has already begun, returns the first result again. Raises LimitExceeded if
-        the session has too many unfinished requests.
+        the tenant has too many unfinished requests.
         """
         known = self._requests.get(session.engine, request.request_id)
         if known is not None and not known.finished:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from .secondary import SecondaryTierState
 
 __all__ = ["LookupMatch", "MissExplainer"]
 
+_MAX_TENANTS = 1024
 _FORMATS = 16
 """How many namespaces of a tenant are searched for a missing block, to report FORMAT_MISMATCH."""
 
@@ -58,10 +58,13 @@ class MissExplainer:
         self._cpu_tier = cpu_tier
         self._residency = residency
         self._history = history
-        self._formats: dict[str, dict[NamespaceId, None]] = defaultdict(dict)
+        self._formats: dict[str, dict[NamespaceId, None]] = {}
+        """Per tenant the namespaces of its latest sessions, the latest tenant last."""
 
     def remember_namespace(self, namespace: NamespaceId, tenant: str) -> None:
-        formats = self._formats[tenant]
+        formats = self._formats[tenant] = self._formats.pop(tenant, {})
+        if len(self._formats) > _MAX_TENANTS:
+            del self._formats[next(iter(self._formats))]
         formats.pop(namespace, None)
         formats[namespace] = None
         if len(formats) > _FORMATS:
@@ -105,7 +108,7 @@ class MissExplainer:
     def _miss_reason(self, session: EngineSession, key: bytes) -> MissReason:
         if (known := self._history.reason_for(session.namespace.id, key)) is not None:
             return known
-        others = reversed(self._formats[session.tenant])
+        others = reversed(self._formats.get(session.tenant, {}))
         elsewhere = any(self._is_in_namespace(other, key) for other in others if other != session.namespace.id)
         return MissReason.FORMAT_MISMATCH if elsewhere else MissReason.NEVER_STORED
 

@@ -7,6 +7,7 @@ tier is stored or given up (B3.12).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from .conversations import Conversation
 __all__ = ["MAX_REQUESTS", "Request", "RequestTable"]
 
 MAX_REQUESTS = 65536
+"""Limit of a tenant's unfinished requests, up to 3 KB each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +69,8 @@ class RequestTable:
         self._on_end = on_end
         self._requests: dict[tuple[EngineKey, str], Request] = {}
         self._waiting: dict[Block, list[Request]] = {}
+        self._unfinished: Counter[str] = Counter()
+        """Per tenant the number of requests of its sessions."""
 
     def get(self, engine: EngineKey, request_id: str) -> Request | None:
         return self._requests.get((engine, request_id))
@@ -82,9 +86,9 @@ class RequestTable:
         return request.conversation if request is not None else None
 
     def check_room(self, session: EngineSession) -> None:
-        """Raises LimitExceeded if a session has too many unfinished requests."""
-        if len(session.requests) >= MAX_REQUESTS:
-            raise LimitExceeded(f"the session has {MAX_REQUESTS} requests that it has not finished")
+        """Raises LimitExceeded if the tenant of a session has too many unfinished requests."""
+        if self._unfinished[session.tenant] >= MAX_REQUESTS:
+            raise LimitExceeded(f"the tenant has {MAX_REQUESTS} requests that it has not finished")
 
     def negotiate(self, session: EngineSession, info: RequestInfo) -> Request:
         votes = tuple((tier.name, tier.on_new_request(info)) for tier in self._tiers)
@@ -95,8 +99,15 @@ class RequestTable:
         negotiation = Negotiation(policy, votes)
         request = Request(session, info.request_id, negotiation, request_level_tiers, info.retain_for)
         self._requests[session.engine, request.id] = request
-        session.requests.add(request.id)
+        if request.id not in session.requests:
+            session.requests.add(request.id)
+            self._unfinished[session.tenant] += 1
         return request
+
+    def session_ended(self, session: EngineSession) -> None:
+        """Called when the requests of a session have been finished."""
+        self._drop(session, len(session.requests))
+        session.requests.clear()
 
     def wait_for(self, request: Request, block: Block) -> None:
         if block not in request.waiting:
@@ -116,7 +127,9 @@ class RequestTable:
     def finish(self, request: Request, *, give_up: bool = False) -> None:
         """With `give_up`, the request does not wait for blocks that other clients write now."""
         request.finished = True
-        request.session.requests.discard(request.id)
+        if request.id in request.session.requests:
+            request.session.requests.discard(request.id)
+            self._drop(request.session, 1)
         if give_up:
             for block in list(request.waiting):
                 self._waiting[block].remove(request)
@@ -125,6 +138,11 @@ class RequestTable:
             request.incomplete += len(request.waiting)
             request.waiting.clear()
         self.end_if_settled(request)
+
+    def _drop(self, session: EngineSession, requests: int) -> None:
+        self._unfinished[session.tenant] -= requests
+        if not self._unfinished[session.tenant]:
+            del self._unfinished[session.tenant]
 
     def end_if_settled(self, request: Request) -> None:
         if not request.settled or request.ended:

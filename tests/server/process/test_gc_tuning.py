@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 
 import pytest
 
-from kvtier.server.process.gc_tuning import FullCollector
+from kvtier.server.process.gc_tuning import FullCollector, HeapTrimmer
+
+MIB = 1 << 20
 
 
 class Cycle:
@@ -46,3 +49,39 @@ def test_the_first_quiet_second_is_used() -> None:
     garbage = FullCollector(0.0)
     assert not any(garbage.tick(second, second) for second in range(1, 100))
     assert garbage.tick(100, 99)
+
+
+def test_a_busy_server_collects_if_its_objects_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled calls leave garbage in the old generation, also while other calls are served."""
+    blocks = 1_000_000
+    monkeypatch.setattr("kvtier.server.process.gc_tuning.sys.getallocatedblocks", lambda: blocks)
+    garbage = FullCollector(0.0)
+    assert not any(garbage.tick(second, second) for second in range(1, 100))
+    blocks += 300_000
+    assert garbage.tick(100, 100)
+    assert not any(garbage.tick(second, second) for second in range(101, 300)), "these blocks are in use"
+
+
+def test_memory_of_a_burst_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the process has grown in two checks in a row, also after many trims."""
+    resident, trimmed = 0, 0
+
+    def trim() -> None:
+        nonlocal resident, trimmed
+        resident, trimmed = 40 * MIB, trimmed + 1
+
+    monkeypatch.setattr("kvtier.server.process.gc_tuning.own_bytes", lambda: resident)
+    monkeypatch.setattr("kvtier.server.process.gc_tuning.trim_heap", trim)
+    resident = 40 * MIB
+
+    async def run() -> None:
+        nonlocal resident
+        trimmer = HeapTrimmer(0.0)
+        for burst in range(4):
+            resident = 80 * MIB
+            assert [await trimmer.tick(20 * burst + second) for second in (5, 6, 9, 10)] == [False, False, False, True]
+            resident = 60 * MIB
+            assert [await trimmer.tick(20 * burst + second) for second in (15, 20)] == [False, False]
+
+    asyncio.run(run())
+    assert trimmed == 4
