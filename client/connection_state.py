@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from .effects import Transport
 
 __all__ = ["ConnectionState"]
@@ -11,6 +13,9 @@ class ConnectionState:
     """Base class of both clients."""
 
     _transport: Transport
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} has connections and threads; construct one in each process")
 
     @property
     def connected(self) -> bool:

@@ -14,6 +14,7 @@ from ..protos.endpoint import EndpointError, client_endpoint
 from ..protos.v1 import conversation_pb2, conversation_pb2_grpc
 from .errors import InvalidRequest, error_from_status
 from .operations.base import duration, member, message
+from .session.fork_guard import ForkGuarded, fork_safe
 from .timeouts import check_seconds
 from .transport.grpc_methods import CHANNEL_OPTIONS
 
@@ -125,7 +126,7 @@ class ConversationPage:
     next_page: int
 
 
-class _Calls:
+class _Calls(ForkGuarded):
     """Address of a server, and the requests and results of both clients."""
 
     def __init__(
@@ -196,7 +197,7 @@ class ConversationClient(_Calls):
     def __init__(self, *arguments: Any, stub: Any = None, **options: Any) -> None:
         """`stub` replaces the connection to a server, for tests (`FakeServer`)."""
         super().__init__(*arguments, **options)
-        self._channel = None if stub is not None else self._credentials.channel(self._endpoint, CHANNEL_OPTIONS)
+        self._channel = fork_safe(self._credentials.channel(self._endpoint, CHANNEL_OPTIONS)) if stub is None else None
         self._stub = stub or conversation_pb2_grpc.ConversationServiceStub(self._channel)
 
     def act(
@@ -227,7 +228,7 @@ class ConversationClient(_Calls):
         return _page(self._call(self._stub.ListConversations, self._list_request(conversation_id, page, most)))
 
     def close(self) -> None:
-        if self._channel is not None:
+        if self._channel is not None and not self.is_forked:
             self._channel.close()
 
     def __enter__(self) -> Self:
@@ -237,6 +238,7 @@ class ConversationClient(_Calls):
         self.close()
 
     def _call(self, call: Any, request: Any) -> Any:
+        self.check_process()
         try:
             return call(request, timeout=self._timeout)
         except grpc.RpcError as error:
@@ -270,7 +272,8 @@ class AsyncConversationClient(_Calls):
         return _page(await self._call(self._stub.ListConversations, self._list_request(conversation_id, page, most)))
 
     async def close(self) -> None:
-        await self._channel.close()
+        if not self.is_forked:
+            await self._channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -279,6 +282,7 @@ class AsyncConversationClient(_Calls):
         await self.close()
 
     async def _call(self, call: Any, request: Any) -> Any:
+        self.check_process()
         try:
             return await call(request, timeout=self._timeout)
         except grpc.RpcError as error:

@@ -21,6 +21,7 @@ __all__ = [
     "DeadlineExceeded",
     "DeviceUnavailable",
     "Draining",
+    "ForkedClient",
     "HoldGone",
     "InvalidRequest",
     "KVTierError",
@@ -72,6 +73,12 @@ class Draining(Unavailable):
 
 class InvalidRequest(KVTierError):
     """The arguments of the call are invalid. A retry with the same arguments fails again."""
+
+    permanent = True
+
+
+class ForkedClient(KVTierError):
+    """The process was forked after the client was constructed. It needs a client of its own."""
 
     permanent = True
 

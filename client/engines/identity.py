@@ -9,22 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from .. import Namespace
+from .file_digests import content_files, fingerprint_of
 
 __all__ = [
     "ADAPTER_CONFIG",
     "adapter_folder",
-    "fingerprint_of",
     "identify_weights",
     "namespace_digest",
-    "weight_files",
     "with_weights_version",
 ]
 
 ADAPTER_CONFIG = "adapter_config.json"
 
 _COMMIT = re.compile("[0-9a-f]{40}")
-_SAMPLE_BYTES = 4096
-_SAMPLES_PER_FILE = 8
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
 
@@ -53,7 +50,7 @@ def identify_weights(model: str, revision: str, commit: str | None = None) -> st
     or the one in the local cache. Without a commit it is the revision, which may be a branch.
     """
     if Path(model).is_dir():
-        return fingerprint_of(Path(model), "config.json")
+        return fingerprint_of(Path(model))
     commit = revision if _COMMIT.fullmatch(revision) else commit
     if commit is None:
         from huggingface_hub import try_to_load_from_cache
@@ -81,32 +78,6 @@ def adapter_folder(path: str) -> Path:
         if not isinstance(config, str):
             raise FileNotFoundError(f"no folder {path!r}")
         folder = Path(config).parent
-    if all(file.name == ADAPTER_CONFIG for file in weight_files(folder, ADAPTER_CONFIG)):
+    if all(file.suffix not in _WEIGHT_SUFFIXES for file in content_files(folder)):
         raise FileNotFoundError(f"no weights in {folder}")
     return folder
-
-
-def weight_files(directory: Path, config: str) -> list[Path]:
-    """Returns the file `config`, if it exists, and the files with weights. Raises OSError."""
-    files = (path for path in directory.iterdir() if path.name == config or path.suffix in _WEIGHT_SUFFIXES)
-    return sorted(path for path in files if path.is_file())
-
-
-def fingerprint_of(directory: Path, config: str) -> str:
-    """Returns a hash of samples of the files of a model or LoRA adapter. Raises OSError.
-
-    The hash covers the file `config`, and the name, the size and eight samples of 4 KiB of each
-    weight file. A fine-tune changes nearly all samples. Copies of one model have the same hash.
-    """
-    digest = hashlib.sha256()
-    for path in weight_files(directory, config):
-        if path.name == config:
-            digest.update(path.read_bytes())
-            continue
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            for sample in range(_SAMPLES_PER_FILE):
-                file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES_PER_FILE - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()

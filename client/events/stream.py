@@ -13,6 +13,7 @@ from ...protos.credentials import Credentials
 from ...protos.endpoint import client_endpoint
 from ...protos.v1 import events_pb2, events_pb2_grpc
 from ...protos.wire.block_contents import BlockContent
+from ..session.fork_guard import ForkGuarded, fork_safe
 from ..session.session import ClientSession
 from ..sync import Client
 from ..transport.grpc_methods import CHANNEL_OPTIONS
@@ -34,7 +35,7 @@ def describe_blocks(client: Client, keys: Sequence[bytes], contents: Sequence[Bl
     return client._run(client._operations.describe(keys, contents))  # noqa: SLF001 - a part of the client
 
 
-class EventStream:
+class EventStream(ForkGuarded):
     """Thread that reports which blocks of a client's namespace each medium holds.
 
     It uses its own connection, so that events never delay the client's calls.
@@ -64,9 +65,8 @@ class EventStream:
         self._gone_seconds = gone_seconds
         self._with_contents = with_contents
         self._follower = BlockFollower()
-        self._channel = (credentials or Credentials.from_environment()).channel(
-            client_endpoint(endpoint), CHANNEL_OPTIONS
-        )
+        credentials = credentials or Credentials.from_environment()
+        self._channel = fork_safe(credentials.channel(client_endpoint(endpoint), CHANNEL_OPTIONS))
         self._stub = events_pb2_grpc.EventServiceStub(self._channel)
         self._closing = threading.Event()
         self._seen_at = time.monotonic()
@@ -75,6 +75,8 @@ class EventStream:
 
     def close(self, timeout: float = 2.0) -> None:
         """Ends the stream. Waits at most `timeout` seconds for the thread."""
+        if self.is_forked:
+            return
         self._closing.set()
         self._channel.close()
         self._thread.join(timeout)

@@ -162,6 +162,11 @@ class SessionConnection:
         if heartbeats is not None:
             heartbeats.cancel()
 
+    def forked(self) -> None:
+        """Closes the forked child's copies of the descriptors that tell the server of a writer."""
+        if self._session is not None:
+            self._session.forked()
+
     def close(self) -> None:
         self._closing.set()
         with self._changed:

@@ -57,6 +57,10 @@ class Attachment:
         connection.settimeout(None)
         return cls(region, connection, pin(region) if pin is not None else None)
 
+    def disconnect(self) -> None:
+        """Closes only the socket."""
+        self._connection.close()
+
     def close(self) -> None:
         if self.pinning is not None:
             self.pinning.close()
@@ -158,6 +162,14 @@ class ClientSession:
             self.calls.close()
         if close:
             self._close()
+
+    def forked(self) -> None:
+        """Closes the forked child's copy of the attachment's socket.
+
+        Otherwise the server would keep the slots of a dead parent for as long as the child lives.
+        """
+        if self._attachment is not None:
+            self._attachment.disconnect()
 
     def _close(self) -> None:
         if self._attachment is not None:

@@ -17,6 +17,7 @@ from ...protos.endpoint import client_endpoint
 from ..effects import Call, Connect, Copy, Effect, Pull, Push
 from ..errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
 from ..session.connection import ClientIdentity, SessionConnection
+from ..session.fork_guard import ForkGuarded, fork_safe
 from ..session.session import ClientSession
 from ..timeouts import Timeouts
 from .grpc_methods import CHANNEL_OPTIONS, RESPONSES, path_of, response_of, serialize
@@ -30,7 +31,7 @@ _MAX_STREAMS = 64
 """Maximum number of concurrent streams; each uses a thread. Further streams wait."""
 
 
-class AsyncGrpcTransport:
+class AsyncGrpcTransport(ForkGuarded):
     """Performs effects over its own gRPC channels. See `effects.Transport`.
 
     Construct it on the event loop that uses it. A thread keeps the session open, even if the event
@@ -43,7 +44,7 @@ class AsyncGrpcTransport:
         credentials = credentials or Credentials.from_environment()
         try:
             server = client_endpoint(endpoint)
-            self._session_channel = credentials.channel(server, CHANNEL_OPTIONS)
+            self._session_channel = fork_safe(credentials.channel(server, CHANNEL_OPTIONS))
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         tune_malloc()
@@ -63,12 +64,17 @@ class AsyncGrpcTransport:
 
     @property
     def session(self) -> ClientSession | None:
-        return self._connection.session
+        return None if self.is_forked else self._connection.session
+
+    def forked(self) -> None:
+        self._connection.forked()
 
     def invalidate(self, session: ClientSession) -> None:
+        self.check_process()
         self._connection.invalidate(session)
 
     async def perform(self, effect: Effect) -> Any:
+        self.check_process()
         try:
             return await self._perform(effect)
         except SessionLost as error:
@@ -161,6 +167,8 @@ class AsyncGrpcTransport:
 
     async def close(self) -> None:
         """Ends the session. Takes up to two seconds, even if cancelled."""
+        if self.is_forked:
+            return
         self._closed = True
         await _run_to_end(self._close())
 

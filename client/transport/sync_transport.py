@@ -14,6 +14,7 @@ from ...protos.endpoint import client_endpoint
 from ..effects import Call, Connect, Copy, Effect, Pull, Push
 from ..errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
 from ..session.connection import ClientIdentity, SessionConnection
+from ..session.fork_guard import ForkGuarded, fork_safe
 from ..session.session import ClientSession
 from ..timeouts import Timeouts
 from .grpc_methods import CHANNEL_OPTIONS, RESPONSES, path_of, response_of, serialize
@@ -22,7 +23,7 @@ from .socket_connector import SocketConnector
 __all__ = ["GrpcTransport"]
 
 
-class GrpcTransport:
+class GrpcTransport(ForkGuarded):
     """Performs effects over its own gRPC channel. See `effects.Transport`."""
 
     def __init__(
@@ -32,7 +33,7 @@ class GrpcTransport:
         try:
             server = client_endpoint(endpoint)
             credentials = credentials or Credentials.from_environment()
-            self._channel = credentials.channel(server, CHANNEL_OPTIONS)
+            self._channel = fork_safe(credentials.channel(server, CHANNEL_OPTIONS))
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         self._calls = {
@@ -45,12 +46,17 @@ class GrpcTransport:
 
     @property
     def session(self) -> ClientSession | None:
-        return self._connection.session
+        return None if self.is_forked else self._connection.session
+
+    def forked(self) -> None:
+        self._connection.forked()
 
     def invalidate(self, session: ClientSession) -> None:
+        self.check_process()
         self._connection.invalidate(session)
 
     def perform(self, effect: Effect) -> Any:
+        self.check_process()
         try:
             return self._perform(effect)
         except SessionLost as error:
@@ -96,6 +102,8 @@ class GrpcTransport:
         return self._calls[method](request, timeout=max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
+        if self.is_forked:
+            return
         self._closed = True
         self._connection.close()
         self._sockets.close()

@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """Returns one server, shared by the attacks of a module, which it must survive without a defect."""
+    """Returns one server, shared by the attacks of a module; it must survive them."""
     made = make_site(tmp_path_factory.mktemp("t"))
     with made.server.start():
         yield made

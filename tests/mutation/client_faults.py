@@ -200,7 +200,7 @@ CLIENT_FAULTS = (
     Fault(
         "a retrained LoRA adapter of SGLang keeps its pages",
         _SGLANG + "namespaces.py",
-        "fingerprint_of(adapter_folder(path), ADAPTER_CONFIG)",
+        "fingerprint_of(adapter_folder(path))",
         "str(adapter_folder(path))",
     ),
     Fault(

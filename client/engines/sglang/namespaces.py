@@ -24,7 +24,8 @@ import torch
 
 from ... import Group, GroupKind, Namespace
 from ..failures import Unsupported
-from ..identity import ADAPTER_CONFIG, adapter_folder, fingerprint_of, identify_weights, with_weights_version
+from ..file_digests import digest_of_file, fingerprint_of
+from ..identity import adapter_folder, identify_weights, with_weights_version
 from .pools import KV, MAMBA, HostPool
 from .sglang_api import is_split_by_heads, sglang_version
 from .storage_config import StorageConfig
@@ -149,7 +150,7 @@ def _identify_adapter(adapter: Mapping[str, Any]) -> tuple[str, str, str]:
     """Returns name, path and fingerprint of an adapter that SGLang loads when it starts."""
     name, path = str(adapter["lora_name"]), str(adapter["lora_path"])
     try:
-        return name, path, fingerprint_of(adapter_folder(path), ADAPTER_CONFIG)
+        return name, path, fingerprint_of(adapter_folder(path))
     except OSError as error:
         raise Unsupported(f"cannot identify the LoRA adapter {name!r}: {error}") from error
 
@@ -186,10 +187,9 @@ def _with_content(name: str, value: Any) -> Any:
     if not isinstance(value, str) or not (os.sep in value or "." in value or name.endswith("_path")):
         return value
     if os.path.isdir(value):  # noqa: PTH112 - any text, also too long for a path
-        return value, fingerprint_of(Path(value), "config.json")
+        return value, fingerprint_of(Path(value))
     if os.path.isfile(value):  # noqa: PTH113 - as above
-        with Path(value).open("rb") as file:
-            return value, hashlib.file_digest(file, "sha256").hexdigest()
+        return value, digest_of_file(Path(value))
     return value
 
 

@@ -2,7 +2,7 @@
 
 vLLM's block hashes contain the name and the path of a request's adapter. Both can stay the same
 when the content of the files changes. So the connector appends a tag to each hash: a digest of
-name, path and samples of the adapter's files.
+name, path and content of the adapter's files.
 
 The scheduler's process reads the files, but the engine computes with the content that its workers
 loaded. The connector sees a load in `EngineCore.add_lora`. It takes sizes and times of the files
@@ -23,7 +23,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..identity import ADAPTER_CONFIG, adapter_folder, fingerprint_of, weight_files
+from ..file_digests import content_files, fingerprint_of
+from ..identity import adapter_folder
 from .background import RateLimitedLog
 
 __all__ = ["LoraAdapters"]
@@ -89,10 +90,10 @@ class LoraAdapters:
         name, path = str(adapter.lora_name), str(adapter.lora_path)
         try:
             folder = adapter_folder(path)
-            stamp = tuple((file.name, *_stamp(file)) for file in weight_files(folder, ADAPTER_CONFIG))
+            stamp = tuple((file.name, *_stamp(file)) for file in content_files(folder))
             known = self._fingerprints.get(path)
             if known is None or known[0] != stamp:
-                known = self._fingerprints[path] = (stamp, fingerprint_of(folder, ADAPTER_CONFIG))
+                known = self._fingerprints[path] = (stamp, fingerprint_of(folder))
         except OSError as error:
             self._refuse(name, f"its files cannot be read: {error}")
             return None

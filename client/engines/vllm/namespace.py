@@ -43,7 +43,7 @@ def build_namespace(
     parts: Parts,
     tenant: str = "",
 ) -> Namespace:
-    """Returns the namespace of this engine and tenant. Reads samples of a local model's files.
+    """Returns the namespace of this engine and tenant. Reads a local model's files.
 
     `parts`: the parts of all ranks. All data parallel engines have the same namespace, because
     their blocks are interchangeable.
