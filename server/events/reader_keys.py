@@ -41,7 +41,7 @@ class _Reader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     secret: str
-    readers: list[_Reader]
+    readers: list[_Reader] = msgspec.field(default_factory=list)
 
 
 class ReaderKeyFile:
