@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 
 __all__ = ["GREETING", "RawPeer", "command", "frame", "ready", "subscription"]
 
@@ -62,7 +62,7 @@ class RawPeer:
             for _ in range(times):
                 self.socket.sendall(data)
 
-    def frames(self) -> Iterator[tuple[int, bytes]]:
+    def frames(self) -> Generator[tuple[int, bytes], None, None]:
         """Yields flags and body of each frame after the greeting, until the connection ends."""
         with self.socket.makefile("rb") as file:
             file.read(len(GREETING))
