@@ -30,10 +30,10 @@ __all__ = ["EventService", "medium_of"]
 
 _MAX_SESSION_STREAMS, _MAX_TENANT_STREAMS, _MAX_STREAMS = 4, 64, 1024
 """Maximum number of streams of one session, of the sessions of a tenant, and of all sessions."""
-_MAX_CONTENT_BYTES = 3 << 20
+_MAX_CONTENT_BYTES = 1 << 20
 """Maximum size of the contents in a response, which waits in memory if a client does not read."""
 _CONTENT_SLICE = 128
-"""Keys per slice with contents. A slice has up to 511 more, so blocks of 1,024 tokens have room."""
+"""Keys per slice with contents. A slice has up to 127 more, so blocks of 1,024 tokens have room."""
 _MAX_BLOCK_BYTES = 64 << 10
 """Maximum size of the token ids of a block: 16,384 tokens."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import msgspec
 import pytest
 import zmq
@@ -19,10 +20,13 @@ from harness.indexer import hash_of
 from harness.payloads import key_of, namespace_of, payload
 from harness.polling import wait_until
 from harness.ports import ReservedPort
+from harness.raw import RawSession, refusal_of
 from harness.server_process import MIB, own_bytes
 from harness.zmtp_peer import GREETING, RawPeer, command, frame, ready, subscription
 
-from kvtier.client import Client, EngineAddress
+from kvtier.client import Client, EngineAddress, Group, Namespace
+from kvtier.client.events import BlockContent, describe_blocks
+from kvtier.protos.v1 import events_pb2, events_pb2_grpc
 
 PART = 512
 BUFFER = 2 * MIB
@@ -368,6 +372,66 @@ def test_an_engine_that_restarts_keeps_its_address(events: Events) -> None:
             with events.engine("zeta-engine", address) as engine:
                 engine.wait_until_connected(60)
                 read_until(lambda: names_of(own) <= known[topic])
+
+
+def test_streams_with_large_contents_that_are_not_read(events: Events) -> None:
+    """A tenant describes blocks of 16,384 tokens, and opens as many streams as it may."""
+    number, block_bytes, streams = 400, 64 << 10, 64
+    namespace = Namespace("large", "uint8", (Group(PART, block_bytes // 4, "g"),), "bytes", "test", tenant="acme")
+    keys = KEYS[:number]
+    before = events.sizes()
+    with contextlib.ExitStack() as opened:
+        client = opened.enter_context(
+            Client(
+                events.server.tcp,
+                namespace=namespace,
+                credentials=events.site.credentials("acme-far"),
+                timeouts=TIMEOUTS,
+            )
+        )
+        client.wait_until_connected(60)
+        for start in range(0, number, 50):
+            part = keys[start : start + 50]
+            assert describe_blocks(client, part, [BlockContent(None, bytes(block_bytes))] * len(part))
+        store(client, keys)
+
+        def watch(session: RawSession, timeout: float) -> Any:
+            request = events_pb2.WatchEventsRequest(session=session.ref, with_contents=True)
+            stream = events_pb2_grpc.EventServiceStub(session.channel).WatchEvents(request, timeout=timeout)
+            opened.callback(stream.cancel)
+            return stream
+
+        def is_refused() -> bool:
+            with pytest.raises(grpc.RpcError) as error:
+                for _ in watch(session, 1.0):
+                    pass
+            if error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return False  # not all of the other streams have arrived
+            return refusal_of(error.value) == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED")
+
+        for session_number in range(streams // 4 + 1):
+            session = opened.enter_context(
+                RawSession(
+                    events.server.tcp,
+                    namespace,
+                    engine_id=f"{session_number}",
+                    credentials=events.site.credentials("acme-far"),
+                )
+            )
+            if session_number < streams // 4:
+                for _ in range(4):
+                    watch(session, 3600.0)
+        wait_until(is_refused)
+        with RawSession(
+            events.server.tcp,
+            namespace_of(PART),
+            engine_id="z",
+            credentials=events.site.credentials("zeta-engine"),
+        ) as other:
+            request = events_pb2.WatchEventsRequest(session=other.ref)
+            assert next(events_pb2_grpc.EventServiceStub(other.channel).WatchEvents(request, timeout=60)).phase
+        grown = events.server.own_bytes() - before[events.server.pid]
+        assert grown < number * block_bytes + streams * 4 * MIB + 2 * SLACK
 
 
 def test_a_tenant_declares_many_addresses(events: Events) -> None:
