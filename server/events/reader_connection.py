@@ -39,6 +39,7 @@ class Site(Protocol):
 
     def admit(self, connection: Connection) -> bool:
         """Counts a connection as a reader, when it first asks for something."""
+        ...
 
     def closed(self, connection: Connection, reason: str) -> None:
         """`reason`: why the connection was closed from this end; empty if the peer has gone."""

@@ -80,15 +80,18 @@ class Mechanism(Protocol):
 
     def begin(self) -> bytes:
         """Returns the command to send after the greetings; empty if the client begins."""
+        ...
 
     def handshake(self, body: bytes) -> tuple[bytes, bytes | None]:
         """Handles a command of the handshake; returns the answer, and the peer's properties at the end.
 
         Raises ProtocolError.
         """
+        ...
 
     def open(self, frame: Frame) -> Frame:
         """Returns the frame that the peer has sealed. Raises ProtocolError."""
+        ...
 
     def seal(self, frame: Frame) -> Frame: ...
 
