@@ -133,7 +133,7 @@ def _trust_conflicts(
 
 
 def _event_conflicts(values: Mapping[str, Any], problem: Callable[[str, str], str]) -> Iterator[str]:
-    """Yields a line for incomplete settings, and for TCP addresses without authentication of readers."""
+    """Yields a line for incomplete settings, and for TCP addresses without authentication."""
     for key in ("events.replay", "events.keys"):
         if values[key] is not None and values["events.publish"] is None:
             yield problem(key, "needs events.publish")

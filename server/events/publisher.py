@@ -46,7 +46,7 @@ _TOPICS_SECONDS = 0.5
 _RETRY_SECONDS = 1.0
 _LOG_SECONDS = 10.0
 _MAX_UNSENT = 1 << 16
-"""Blocks that a tenant's topics have to publish when a further topic may begin or end: 100 bytes each."""
+"""If a tenant's topics have more blocks to publish, no topic begins or ends: 100 bytes each."""
 
 _TopicName = tuple[bytes, NamespaceId]
 
@@ -202,7 +202,7 @@ class EventPublisher:
         has_sent = False
         for name in turns.values():
             if name in self._topics:
-                topic = self._topics[name] = self._topics.pop(name)  # the last one of the next round
+                topic = self._topics[name] = self._topics.pop(name)  # last in the next round
                 has_sent |= await self._send_next(*name, topic)
         return has_sent
 

@@ -203,7 +203,7 @@ class SubscriberConnection(Connection):
 
     def _next_message(self) -> bytes:
         messages = self.messages
-        self._next = max(self._next, messages.first)  # the peer has missed messages, and sees it in the sequence
+        self._next = max(self._next, messages.first)  # the peer sees a gap
         for _ in range(min(_TURN_SCANNED, messages.end - self._next) if self._subscriptions else 0):
             number, message = self._next, messages[self._next]
             self._next += 1

@@ -22,7 +22,7 @@ _log = get_logger(__name__)
 
 _MODULE = "kvtier.server.events.readers"
 _MAX_UNTAKEN = 64
-"""Messages that the process has not taken yet. With at most 1 MiB each, this bounds their memory."""
+"""Messages that the process has not taken yet. Each has at most 1 MiB."""
 _KEYS_SECONDS = 1.0
 _END_SECONDS = 1.0
 

@@ -16,7 +16,7 @@ _RECEIVE_BUFFER_BYTES = 8 << 10
 _BACKLOG = 128
 _TCP_OPTIONS = {
     socket.TCP_NODELAY: 1,
-    # Detect within 30 s that the host of a reader has failed, also if it speaks a ZMTP without PING.
+    # Detect within 30 s that the host of a reader has failed, also without PING.
     socket.TCP_KEEPIDLE: 15,
     socket.TCP_KEEPINTVL: 5,
     socket.TCP_KEEPCNT: 3,
@@ -29,7 +29,7 @@ class PublisherError(Exception):
 
 
 class ReaderSocket:
-    """Listening socket of an address like `tcp://HOST:PORT` or `ipc:///PATH`, open until `close`."""
+    """Listening socket of an address like `tcp://HOST:PORT` or `ipc:///PATH`."""
 
     def __init__(self, address: str) -> None:
         """Raises PublisherError."""

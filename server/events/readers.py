@@ -41,7 +41,7 @@ _END_TURNS, _END_TURN_SECONDS = 50, 0.01
 _OTHER_DESCRIPTORS = 32
 _OTHER_BYTES = 256 << 20
 _READER_BYTES = 2 << 20
-"""What a reader may hold: the message that it is sending, of at most 1 MiB, and an encrypted copy."""
+"""What a reader may hold: the message that it gets, of at most 1 MiB, and an encrypted copy."""
 _NICE = 5
 _IPV6_NETWORK_BYTES = 8
 
@@ -53,7 +53,7 @@ class ReaderServer:
         """`secret`: key with which TCP connections are authenticated; empty: they are not."""
         self._max_bytes = max_bytes
         self._messages: dict[bytes | None, RecentMessages] = {None: RecentMessages(max_bytes)}
-        """Messages by tenant, and those of all tenants. So the numbers that a reader sees have no gaps."""
+        """Messages by tenant, and those of all. So the numbers that a reader sees have no gaps."""
         self._max_readers = max_readers
         self._secret = secret
         self._keys: Mapping[bytes, bytes | None] = {}
@@ -68,7 +68,7 @@ class ReaderServer:
         asyncio.get_running_loop().add_reader(listener, self._accept, listener, kind)
 
     def set_keys(self, keys: Mapping[bytes, bytes | None]) -> None:
-        """Sets the public keys of readers, and the tenant of each; closes the connections of others."""
+        """Sets the public keys of readers and their tenants; closes other connections."""
         self._keys = keys
         scopes = {None, *keys.values()}
         self._messages = {each: self._messages.get(each) or RecentMessages(self._max_bytes) for each in scopes}
@@ -129,7 +129,7 @@ class ReaderServer:
                 accepted, where = listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # such as too many open files, or a connection that was closed meanwhile
+            except OSError:  # such as too many open files
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listener)
                 loop.call_later(_NO_DESCRIPTORS_SECONDS, self.listen, listener, kind)
@@ -229,7 +229,7 @@ async def _serve(channel: Channel, listeners: list[tuple[int, type[Connection]]]
 
 
 def main(socket_fd: int, publish_fd: int, replay_fd: int) -> None:
-    """Serves until the server has ended. `replay_fd`: -1 if there is none."""
+    """Serves until the server has ended. `replay_fd`: -1 without replays."""
     channel = connect(socket_fd)
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         os.nice(_NICE)

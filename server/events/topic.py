@@ -14,7 +14,7 @@ __all__ = ["Topic"]
 _BATCH_KEYS = 256
 """Maximum number of keys of a message: 35 KB with one event per block."""
 _BATCH_CONTENT_BYTES = 256 << 10
-"""Token ids and names of adapters after which a message gets no further block: it has at most 1 MiB."""
+"""Token ids and adapters after which a message gets no further block: at most 1 MiB in all."""
 
 
 class Topic:

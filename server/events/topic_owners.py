@@ -13,9 +13,9 @@ from typing import Final
 __all__ = ["MAX_ADDRESSES", "TopicOwners", "is_address"]
 
 KEEP_SECONDS: Final = 300.0
-"""For so long an address still belongs to a tenant without sessions there: its engine may restart."""
+"""For so long a tenant without sessions keeps its address, because its engine may restart."""
 MAX_ADDRESSES: Final = 64
-"""Limit of the addresses of a tenant. The server publishes each block on all topics of its namespace."""
+"""Limit of the addresses of a tenant. Each block is published on all topics of its namespace."""
 
 _ADDRESS = re.compile(r"[!-?A-~]{1,256}")
 """ASCII without spaces and `@`: routers find the address in a topic between two of these signs."""
@@ -63,7 +63,7 @@ class TopicOwners:
         return owner
 
     def _has_room(self, tenant: bytes, now: float) -> bool:
-        """Drops the address that the tenant has not used for the longest time, if this is necessary."""
+        """If necessary, drops the address that the tenant has not used for the longest time."""
         used = {address: at for address, (owner, at) in self._owners.items() if owner == tenant}
         if len(used) < MAX_ADDRESSES:
             return True

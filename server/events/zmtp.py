@@ -1,7 +1,7 @@
 """Server's end of ZMTP 3.1, the protocol of ZeroMQ: handshake, frames, subscriptions, requests.
 
-Pure: no I/O. All limits are checked before bytes are kept, so a peer makes a connection hold at most
-one frame of `MAX_FRAME_BYTES`. The specification is https://rfc.zeromq.org/spec/37/.
+Pure: no I/O. All limits are checked before bytes are kept, so a peer makes a connection hold at
+most one frame of `MAX_FRAME_BYTES`. The specification is https://rfc.zeromq.org/spec/37/.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Mechanism(Protocol):
         ...
 
     def handshake(self, body: bytes) -> tuple[bytes, bytes | None]:
-        """Handles a command of the handshake; returns the answer, and the peer's properties at the end.
+        """Handles a command of the handshake; returns the answer, at the end with the properties.
 
         Raises ProtocolError.
         """

@@ -1,4 +1,4 @@
-"""Attacks on the publisher of events: by peers without credentials, and by engines of another tenant."""
+"""Attacks on the publisher of events: by peers without credentials, and by other tenants."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ def test_a_reader_declares_no_address(events: Events) -> None:
 
 
 def test_an_engine_that_restarts_keeps_its_address(events: Events) -> None:
-    """Another tenant waits for the address, and does not get it in the moment between two sessions."""
+    """Another tenant waits for the address, and does not get it between two sessions."""
     address = f"10.9.2.{next(_numbers)}:1"
     topic = f"kv@{address}@model".encode()
     own, foreign = KEYS[400:410], [key_of(number, salt="acme") for number in range(20, 30)]
@@ -435,7 +435,7 @@ def test_streams_with_large_contents_that_are_not_read(events: Events) -> None:
 
 
 def test_a_tenant_declares_many_addresses(events: Events) -> None:
-    """A tenant has a limited number of topics; the engine of another tenant is published meanwhile."""
+    """A tenant has a limited number of topics; the engine of another one is published."""
     with contextlib.ExitStack() as opened:
         clients = [opened.enter_context(events.engine("acme-far", f"10.8.0.{number}:1")) for number in range(80)]
         store(clients[0], KEYS[600:700])

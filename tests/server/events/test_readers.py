@@ -114,7 +114,7 @@ async def test_new_connections_replace_the_oldest_ones(tmp_path: Path) -> None:
 
 
 async def test_a_subscriber_that_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets no queue of its own; after a time-out its connection ends. Another reader gets everything."""
+    """It has no queue; after a time-out its connection ends. Another reader gets everything."""
     async with site(tmp_path, SubscriberConnection, max_bytes=64 << 10) as made:
         made.connect(SUBSCRIBES, receive_buffer=4096)
         await async_wait_until(lambda: made.readers == 1)
@@ -145,7 +145,7 @@ async def test_a_subscriber_that_does_not_read(tmp_path: Path, monkeypatch: pyte
 
 
 async def test_a_topic_that_no_reader_wants(tmp_path: Path) -> None:
-    """Its messages are passed over in turns; a subscription ends when it is cancelled as often as made."""
+    """They are passed over; a subscription ends when it is cancelled as often as made."""
     async with site(tmp_path, SubscriberConnection) as made:
         peer = made.connect(GREETING + ready(b"SUB") + subscription(b"b") * 2 + frame(b"\0b"))
         await async_wait_until(lambda: made.readers == 1)
