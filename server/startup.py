@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,8 @@ from .config.tenants import quota_error_text, tier_settings
 from .devices.registry import DeviceRegistry, unavailable_reason
 from .drain import Drain
 from .events.publisher import EventPublisher
-from .events.zmq_socket import PublisherError, ZmqSocket
+from .events.reader_process import ReaderProcess
+from .events.reader_sockets import PublisherError
 from .peers.peer_tier import PeerTier
 from .peers.sources import PeerSources, peer_credentials
 from .rpc.attach import SUFFIX, AttachServer
@@ -395,7 +396,16 @@ def start_publisher(backend: Backend, closers: AsyncExitStack) -> None:
     if config.publish is None:
         return
     with _start_errors():
-        socket = ZmqSocket(config)
-    closers.push_async_callback(asyncio.to_thread, socket.close)
-    publisher = EventPublisher(backend.runtime, backend.sessions, config, socket)
-    closers.callback(asyncio.get_running_loop().create_task(publisher.run()).cancel)
+        readers = ReaderProcess(config)
+    closers.callback(readers.close)
+
+    def publish() -> Awaitable[None]:
+        return EventPublisher(backend.runtime, backend.sessions, config, readers).run()
+
+    task = asyncio.get_running_loop().create_task(readers.run(publish))
+
+    async def stop() -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    closers.push_async_callback(stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -18,14 +19,41 @@ class EventConfig(msgspec.Struct, frozen=True, kw_only=True):
     publish: Annotated[
         str | None,
         _setting(
-            "Address on which the server publishes events, like `tcp://127.0.0.1:5557` or `ipc:///PATH`. Clients need "
-            "no credentials to read the events of all tenants."
+            "Address on which the server publishes events, like `tcp://127.0.0.1:5557` or `ipc:///PATH`. An ipc socket "
+            "can be opened by the server's user only. A tcp address needs `events.keys` or `events.insecure`."
         ),
     ] = None
     replay: Annotated[
         str | None, _setting("Address on which clients request messages that they have missed, like `publish`.")
     ] = None
-    topic: Annotated[str, _setting("Topic of namespaces for which no engine has declared an address.")] = "kvtier"
+    keys: Annotated[
+        Path | None,
+        _setting(
+            "File with the keys that authenticate readers on tcp addresses by ZeroMQ's CURVE (TOML, readable by its owner "
+            "only). The server reads it again when it changes.",
+            default="no authentication",
+        ),
+    ] = None
+    insecure: Annotated[
+        bool,
+        _setting(
+            "Allow tcp addresses without `events.keys`: every process that reaches them can read the events of all "
+            "tenants. `insecure` allows them, too."
+        ),
+    ] = False
+    max_readers: Annotated[
+        int,
+        _setting(
+            "Maximum number of readers of each address. Readers of one IP address (IPv6: of one /64 network) may be half "
+            "of them.",
+            ge=1,
+            le=4096,
+        ),
+    ] = 128
+    topic: Annotated[
+        str,
+        _setting("Topic of namespaces for which no engine has declared an address. For a tenant, `@TENANT` follows."),
+    ] = "kvtier"
     format: Annotated[
         Literal["map", "array"],
         _setting("Form of an event: `map` (fields by name, vLLM 0.33) or `array` (fields by position, older routers)."),
@@ -37,7 +65,10 @@ class EventConfig(msgspec.Struct, frozen=True, kw_only=True):
             "with `VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0`)."
         ),
     ] = "int"
-    buffer: Annotated[int, _size("Maximum size of the latest messages, kept for `replay`.", MIB, GIB)] = 64 * MIB
+    buffer: Annotated[
+        int,
+        _size("Maximum size of the latest messages, kept for readers that are slow or ask for a `replay`.", MIB, GIB),
+    ] = 64 * MIB
     token_memory: Annotated[
         int,
         _size(

@@ -64,6 +64,8 @@ def _event_address(value: str) -> str:
     scheme, _, address = value.partition("://")
     if scheme not in ("tcp", "ipc") or not address or (scheme == "tcp" and parse_endpoint(address).is_unix):
         raise ValueError("must be tcp://HOST:PORT or ipc://PATH")
+    if scheme == "ipc" and address.startswith("@"):
+        raise ValueError("must not be an abstract socket, which every user of the host can open: use ipc://PATH")
     return value
 
 
@@ -85,8 +87,6 @@ def conflicts(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator
 
     if (memory := memory_bytes()) <= values["region_size"]:
         yield problem("region_size", f"must be less than the memory of this machine, {human_size(memory)}")
-    if values["events.replay"] is not None and values["events.publish"] is None:
-        yield problem("events.replay", "needs events.publish")
     if values["leases.default"] > values["leases.max"]:
         yield problem(
             "leases.default", f"must not exceed leases.max = {SETTINGS['leases.max'].show(values['leases.max'])}"
@@ -102,6 +102,7 @@ def conflicts(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator
         why = f"must be at least {least}, to hold max_keys keys of max_key_bytes, and a frame of max_frame_bytes"
         yield problem("limits.max_message_bytes", why)
     yield from _trust_conflicts(values, origins, problem)
+    yield from _event_conflicts(values, problem)
 
 
 def _trust_conflicts(
@@ -131,6 +132,19 @@ def _trust_conflicts(
             yield f"{where}: clients are not authenticated; set auth.tokens or tls.client_ca, {remedy}"
 
 
+def _event_conflicts(values: Mapping[str, Any], problem: Callable[[str, str], str]) -> Iterator[str]:
+    """Yields a line for incomplete settings, and for TCP addresses without authentication."""
+    for key in ("events.replay", "events.keys"):
+        if values[key] is not None and values["events.publish"] is None:
+            yield problem(key, "needs events.publish")
+    if values["events.keys"] is not None or values["events.insecure"] or values["insecure"]:
+        return
+    for key in ("events.publish", "events.replay"):
+        if (values[key] or "").startswith("tcp://"):
+            why = "could read the events of all tenants; set events.keys, use ipc://, or set events.insecure"
+            yield problem(key, f"{_reach(values[key])} {why}")
+
+
 def _handoff_conflicts(values: Mapping[str, Any], problem: Callable[[str, str], str]) -> Iterator[str]:
     if values["handoff.default"] > values["handoff.max"]:
         longest = SETTINGS["handoff.max"].show(values["handoff.max"])
@@ -154,6 +168,11 @@ def _peer_conflicts(values: Mapping[str, Any], problem: Callable[[str, str], str
         yield problem("peers.deadline", "must be less than limits.tier_stall")
 
 
+def _reach(address: str) -> str:
+    endpoint = parse_endpoint(address.removeprefix("tcp://"))
+    return "every user of this host" if endpoint.is_loopback else "everyone on the network"
+
+
 def warnings(config: Config) -> Iterator[str]:
     """Yields a warning for each setting that is permitted, but perhaps a mistake."""
     for endpoint in config.endpoints:
@@ -169,8 +188,7 @@ def warnings(config: Config) -> Iterator[str]:
     if config.metrics is not None and not config.auth.metrics and not parse_endpoint(config.metrics).is_loopback:
         yield f"metrics on {config.metrics}: the whole network can see models, engines and tenants; see auth.metrics"
     for address in (config.events.publish, config.events.replay):
-        if address is not None and address.startswith("tcp://"):
-            reach = "every user of this host" if parse_endpoint(address[6:]).is_loopback else "everyone on the network"
-            yield f"events on {address}: {reach} can read the block hashes of all tenants"
+        if address is not None and address.startswith("tcp://") and config.events.keys is None:
+            yield f"events on {address}: {_reach(address)} can read the block hashes of all tenants"
     if config.region_size > memory_bytes() // 2:
         yield f"region_size = {format_size(config.region_size)} is more than half of this machine's memory"

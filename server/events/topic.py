@@ -13,6 +13,8 @@ __all__ = ["Topic"]
 
 _BATCH_KEYS = 256
 """Maximum number of keys of a message: 35 KB with one event per block."""
+_BATCH_CONTENT_BYTES = 256 << 10
+"""Token ids and adapters after which a message gets no further block: at most 1 MiB in all."""
 
 
 class Topic:
@@ -35,8 +37,13 @@ class Topic:
         self._removed: dict[str, _Unsent] = defaultdict(partial(_Unsent, content_of))
 
     @property
+    def unsent(self) -> int:
+        """Number of blocks with changes that are not published yet."""
+        return sum(len(unsent.keys) for unsent in (*self._stored.values(), *self._removed.values()))
+
+    @property
     def has_unsent(self) -> bool:
-        return self.is_sending or any(unsent.keys for unsent in (*self._stored.values(), *self._removed.values()))
+        return self.is_sending or self.unsent > 0
 
     def change(self, event: PublishedEvent) -> None:
         stored, removed = self._stored[event.medium].keys, self._removed[event.medium].keys
@@ -72,12 +79,13 @@ class _Unsent:
     def take(self, excluded: Sequence[Container[bytes]] = ()) -> list[bytes]:
         """Excluded blocks stay in the queue."""
         taken: list[bytes] = []
+        room = _BATCH_CONTENT_BYTES
 
         def is_next(key: bytes) -> bool:
             return key in self.keys and not any(key in each for each in excluded)
 
         oldest = iter(list(islice(self.keys, _BATCH_KEYS)))
-        while len(taken) < _BATCH_KEYS:
+        while len(taken) < _BATCH_KEYS and room > 0:
             if not self._chain:
                 key = next(oldest, None)
                 if key is None:
@@ -86,6 +94,8 @@ class _Unsent:
             elif is_next(key := self._chain.pop()):
                 del self.keys[key]
                 taken.append(key)
+                if (content := self._content_of(key)) is not None:
+                    room -= len(content[1]) + len(content[2])
         if not self.keys:
             self.keys.clear()  # a dict keeps its memory when it becomes empty
         return taken

@@ -60,11 +60,13 @@ class EventWatch:
         turn: Callable[[], Awaitable[object]],
         check: Callable[[], object],
         lock: asyncio.Lock,
+        slice_keys: int | None = None,
     ) -> None:
         """`namespace`: reads only this namespace; None: all namespaces of the scope.
 
         `turn` waits until the reader may run its next slice. `check` raises if the reader must end.
-        `lock` is shared by the readers of a tenant: only one of them runs a replay.
+        `lock` is shared by the readers of a tenant: only one of them runs a replay. `slice_keys`:
+        number of keys after which a slice ends.
         """
         self._runtime = runtime
         self._log = runtime.core.events
@@ -73,6 +75,7 @@ class EventWatch:
         self._turn = turn
         self._check = check
         self._lock = lock
+        self._slice = slice_keys or _SLICE
 
     def close(self) -> None:
         self._log.unwatch(self._ring)
@@ -96,7 +99,7 @@ class EventWatch:
             await self._turn()
             if not self._ring.has(cursor):
                 continue
-            events, cursor = self._ring.read(cursor, _SLICE)
+            events, cursor = self._ring.read(cursor, self._slice)
             visible = [event for event in events if self._namespace in (None, event.namespace)]
             if visible or cursor - told > _MAX_SKIPPED:
                 told = cursor
@@ -120,7 +123,7 @@ class EventWatch:
             while not replay.done:
                 await self._turn()
                 try:
-                    events = replay.step(_SLICE)
+                    events = replay.step(self._slice)
                 except EventsLost:
                     return
                 stalled = loop.call_later(_STALLED_SECONDS, _give_up, replay, release)

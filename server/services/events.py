@@ -14,7 +14,8 @@ import grpc
 
 from ...protos.v1 import common_pb2, events_pb2, events_pb2_grpc
 from ...protos.wire.block_contents import TOKEN_BYTES, pack_contents, unpack_contents
-from ...tiers.core.block_contents import BlockContent
+from ...tiers.base import NamespaceId
+from ...tiers.core.block_contents import BlockContent, BlockContents
 from ...tiers.core.event_log import BlockEvent, EventKind, event_scope
 from ...tiers.negotiation import Medium
 from ...tiers.types import GROUP_INDEX_BYTES, EngineSession
@@ -27,8 +28,14 @@ from ..runtime import TierRuntime
 
 __all__ = ["EventService", "medium_of"]
 
-_MAX_SESSION_STREAMS, _MAX_STREAMS = 4, 1024
-"""Maximum number of streams of one session, and of all sessions."""
+_MAX_SESSION_STREAMS, _MAX_TENANT_STREAMS, _MAX_STREAMS = 4, 64, 1024
+"""Maximum number of streams of one session, of the sessions of a tenant, and of all sessions."""
+_MAX_CONTENT_BYTES = 1 << 20
+"""Maximum size of the contents in a response, which waits in memory if a client does not read."""
+_CONTENT_SLICE = 128
+"""Keys per slice with contents. A slice has up to 127 more, so blocks of 1,024 tokens have room."""
+_MAX_BLOCK_BYTES = 64 << 10
+"""Maximum size of the token ids of a block: 16,384 tokens."""
 
 _DESCRIBED = 256
 """Keys per slice of DescribeBlocks. A key takes 2 to 4 µs."""
@@ -69,6 +76,8 @@ class EventService(events_pb2_grpc.EventServiceServicer):
         self._tiers = list(zip(names, media, strict=True))
         self._streams: Counter[bytes] = Counter()
         """Number of streams per session."""
+        self._tenant_streams: Counter[bytes] = Counter()
+        """Number of streams per scope."""
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         """Locks of replays, by scope. Streams have the only strong references."""
 
@@ -82,7 +91,7 @@ class EventService(events_pb2_grpc.EventServiceServicer):
         lock = self._locks.get(scope)
         if lock is None:
             lock = self._locks[scope] = asyncio.Lock()
-        with self._counted(session):
+        with self._counted(session, scope):
             watch = EventWatch(
                 self._runtime,
                 scope,
@@ -90,6 +99,7 @@ class EventService(events_pb2_grpc.EventServiceServicer):
                 turn=partial(self._scheduler.turn, session),
                 check=partial(self._sessions.find, request.session),
                 lock=lock,
+                slice_keys=_CONTENT_SLICE if request.with_contents else None,
             )
             with contextlib.closing(watch):
                 steps = watch.steps(request.after.sequence if resumes else None)
@@ -108,6 +118,8 @@ class EventService(events_pb2_grpc.EventServiceServicer):
         number = len(packed) // key_bytes
         tokens, parents = contents.token_ids, contents.parent_keys
         block_bytes = len(tokens) // number
+        if block_bytes > _MAX_BLOCK_BYTES:
+            raise Refused("INVALID_ARGUMENT", f"contents: a block has more than {_MAX_BLOCK_BYTES} bytes of token ids")
         if block_bytes * number != len(tokens) or len(parents.keys) != len(packed):
             raise Refused("INVALID_ARGUMENT", "contents: token_ids and parent_keys do not match the number of keys")
         groups = self._sessions.find(request.session).groups
@@ -132,31 +144,35 @@ class EventService(events_pb2_grpc.EventServiceServicer):
         return events_pb2.DescribeBlocksResponse(kept=True)
 
     @contextlib.contextmanager
-    def _counted(self, session: EngineSession) -> Iterator[None]:
-        if self._streams[session.id] >= _MAX_SESSION_STREAMS or self._streams.total() >= _MAX_STREAMS:
-            raise Refused("LIMIT_EXCEEDED", "the session or the server has too many streams of events")
-        self._streams[session.id] += 1
+    def _counted(self, session: EngineSession, scope: bytes) -> Iterator[None]:
+        limits = ((self._streams, session.id, _MAX_SESSION_STREAMS), (self._tenant_streams, scope, _MAX_TENANT_STREAMS))
+        if self._streams.total() >= _MAX_STREAMS or any(streams[each] >= most for streams, each, most in limits):
+            raise Refused("LIMIT_EXCEEDED", "the session, its tenant or the server has too many streams of events")
+        for streams, each, _ in limits:
+            streams[each] += 1
         try:
             yield
         finally:
-            self._streams[session.id] -= 1
-            if not self._streams[session.id]:
-                del self._streams[session.id]
+            for streams, each, _ in limits:
+                streams[each] -= 1
+                if not streams[each]:
+                    del streams[each]
 
     def _response(self, step: WatchStep, epoch: int, *, with_contents: bool) -> events_pb2.WatchEventsResponse:
+        contents = _Contents(self._log.contents, _MAX_CONTENT_BYTES if with_contents else 0)
         response = events_pb2.WatchEventsResponse(
             phase=_PHASES[step.phase],
-            events=[part for event in step.events for part in self._messages(event, with_contents=with_contents)],
+            events=[part for event in step.events for part in self._messages(event, contents)],
         )
         if step.cursor is not None:
             response.cursor.epoch, response.cursor.sequence = epoch, step.cursor
         return response
 
-    def _messages(self, event: BlockEvent, *, with_contents: bool) -> Iterator[events_pb2.BlockEvent]:
+    def _messages(self, event: BlockEvent, known: _Contents) -> Iterator[events_pb2.BlockEvent]:
         """Yields the messages of an event: one for each run of keys with the same `_shape`."""
         tier, medium = self._tiers[event.tier]
-        known = self._log.contents if with_contents and event.kind is EventKind.STORED else None
-        blocks = [(key, known.get(event.namespace, key) if known else None) for key in event.keys]
+        is_stored = event.kind is EventKind.STORED
+        blocks = [(key, known.get(event.namespace, key) if is_stored else None) for key in event.keys]
         for (length, content_bytes, _), run in groupby(blocks, _shape) if blocks else [((0, 0, ""), iter(()))]:
             keys, contents = [], []
             for key, content in run:
@@ -171,6 +187,20 @@ class EventService(events_pb2_grpc.EventServiceServicer):
                 keys=common_pb2.PackedKeys(keys=b"".join(keys), key_bytes=length),
                 contents=pack_contents(contents, length) if content_bytes else None,
             )
+
+
+class _Contents:
+    """Contents for one response, up to a limit. The contents of further blocks are left out."""
+
+    def __init__(self, known: BlockContents, room: int) -> None:
+        self._known = known
+        self._room = room
+
+    def get(self, namespace: NamespaceId, key: bytes) -> BlockContent | None:
+        content = self._known.get(namespace, key) if self._room > 0 else None
+        if content is not None:
+            self._room -= len(content[1]) + len(content[2])
+        return content
 
 
 def _shape(block: tuple[bytes, BlockContent | None]) -> tuple[int, int, str]:

@@ -344,8 +344,8 @@ SERVER_FAULTS = (
     ),
     Fault(
         "a replay of messages has no end",
-        "server/events/zmq_socket.py",
-        '                    router.send_multipart([client, b"", b"", _END, b""], self._zmq.NOBLOCK)\n',
-        "",
+        "server/events/reader_connection.py",
+        "            return self._peer.seal(END_FRAMES)\n",
+        '            return b""\n',
     ),
 )

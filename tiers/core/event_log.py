@@ -22,7 +22,7 @@ from .commands import Command, EventsRecorded
 
 __all__ = ["BlockEvent", "EventKind", "EventLog", "EventRing", "EventSource", "EventsLost", "TierEvents", "event_scope"]
 
-RUN_KEYS = 512
+RUN_KEYS = 128
 """Limit of the keys of one event. Consecutive events of a kind, tier and namespace are merged."""
 
 MAX_KEYS = 1 << 16

@@ -372,6 +372,22 @@ class TestRefusals:
         loaded = load({"listen": ["127.0.0.1:7070"], "insecure": True}, environ=ENVIRON)
         assert loaded.warnings[0].startswith("listening on 127.0.0.1:7070 unencrypted: every user of this host")
 
+    def test_readers_of_events_on_tcp_need_keys_or_a_permission(self) -> None:
+        """The loopback interface, too. Each address has a line, or a warning if it is permitted."""
+        publish, replay = {"events.publish": "tcp://127.0.0.1:5557"}, {"events.replay": "tcp://0.0.0.0:5558"}
+        [line, other] = problems(flags=publish | replay)
+        assert "events.publish = tcp://127.0.0.1:5557: every user of this host could read the events" in line
+        assert "events.replay = tcp://0.0.0.0:5558: everyone on the network could read the events" in other
+        for permitted in ({"events.insecure": True}, {"insecure": True}):
+            loaded = load(publish | replay | permitted, environ=ENVIRON)
+            assert [line.partition(":")[0] for line in loaded.warnings] == ["events on tcp", "events on tcp"]
+        assert load(publish | replay | {"events.keys": "/k.toml"}, environ=ENVIRON).warnings == ()
+        assert load({"events.publish": "ipc:///run/k/pub"}, environ=ENVIRON).warnings == ()
+        [line] = problems(flags={"events.keys": "/k.toml"})
+        assert line.endswith("needs events.publish")
+        [line] = problems(flags={"events.publish": "ipc://@name"})
+        assert "abstract socket" in line
+
     def test_tcp_needs_tls_and_credentials(self) -> None:
         """Credentials are tokens or client certificates.
 

@@ -6,15 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 from harness.indexer import TOPIC, ArrayBatch, Indexer, engine, hash_of, publishing
 from harness.payloads import key_of, namespace_of, payload
 from harness.server_process import MIB
 
 from kvtier.client import Client
-from kvtier.server.config.events import EventConfig
-from kvtier.server.events import zmq_socket
-from kvtier.server.events.zmq_socket import ZmqSocket
 
 PART = 64 << 10
 NAMESPACE = namespace_of(PART, MIB >> 3)
@@ -68,24 +64,6 @@ def test_a_late_indexer_gets_everything_from_the_replay(tmp_path: Path) -> None:
         late.replay()
         assert on("CPU", KEYS) <= late.known[b"kvtier"]
         assert late.next >= first.next
-
-
-async def test_a_client_that_is_one_too_many_gets_the_end_of_a_replay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """B6.8 It knows at once that it has not got the messages, and can ask again."""
-    monkeypatch.setattr(zmq_socket, "_MAX_REPLAYS", 0)
-    publisher = ZmqSocket(EventConfig(publish=f"ipc://{tmp_path}/pub", replay=f"ipc://{tmp_path}/replay"))
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        try:
-            await publisher.send(b"topic", b"payload")
-            dealer.set(zmq.LINGER, 0)
-            dealer.connect(f"ipc://{tmp_path}/replay")
-            dealer.send_multipart([b"", bytes(8)])
-            assert dealer.poll(20_000)
-            assert dealer.recv_multipart() == [b"", b"", b"\xff" * 8, b""]
-        finally:
-            publisher.close()
 
 
 def test_a_restart_begins_at_sequence_0_with_what_the_disk_kept(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from harness.indexer import hash_of
 from harness.payloads import key_of
 from harness.polling import async_wait_until
 
+from kvtier.server.auth.roles import OWNER
 from kvtier.server.config.events import EventConfig
 from kvtier.server.events import publisher as publisher_module
 from kvtier.server.events.publisher import EventPublisher
@@ -38,7 +39,7 @@ class Readers:
         self.accepts.set()
         self.failures = 0
 
-    async def send(self, topic: bytes, payload: bytes) -> None:
+    async def send(self, _: bytes, topic: bytes, payload: bytes) -> None:
         await self.accepts.wait()
         if self.failures:
             self.failures -= 1
@@ -56,6 +57,13 @@ class Readers:
         self.on_message()
 
 
+class OpenEngine(SimpleNamespace):
+    """A session, which is equal to itself only."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
 class Site:
     """A publisher with a number of engines."""
 
@@ -66,10 +74,10 @@ class Site:
         self.engines: list[str] = []
 
     def sessions(self) -> list[Any]:
-        core = SimpleNamespace(namespace=SimpleNamespace(id=NAMESPACE))
+        core = SimpleNamespace(namespace=SimpleNamespace(id=NAMESPACE), engine_id="e", tenant="")
         group = SimpleNamespace(block_tokens=16)
         return [
-            SimpleNamespace(core=core, groups=(group,), engine_address=each, served_model="m", model="m")
+            OpenEngine(core=core, groups=(group,), engine_address=each, served_model="m", model="m", identity=OWNER)
             for each in self.engines
         ]
 

@@ -12,7 +12,7 @@ from harness.payloads import key_of, namespace_of, payload
 from harness.raw import RawSession, refusal_of
 from harness.server_process import ServerProcess
 
-from kvtier.client import Client, InvalidRequest
+from kvtier.client import Client, Group, InvalidRequest, Namespace
 from kvtier.client.events import BlockContent, BlockFollower, describe_blocks
 from kvtier.protos.v1 import common_pb2, events_pb2, events_pb2_grpc
 from kvtier.protos.wire.block_contents import pack_tokens, unpack_contents
@@ -98,6 +98,26 @@ def test_lengths_that_do_not_match_are_refused(session: RawSession, fields: dict
     with pytest.raises(grpc.RpcError) as refusal:
         events_pb2_grpc.EventServiceStub(session.channel).DescribeBlocks(request, timeout=60)
     assert refusal_of(refusal.value) == ("INVALID_ARGUMENT", reason)
+
+
+def test_a_block_with_too_many_tokens_is_refused(server: ServerProcess) -> None:
+    """Events of 256 such blocks would be too large for memory."""
+    tokens = 16_385
+    namespace = Namespace("large", "uint8", (Group(PART, tokens, "g"),), "bytes", "test")
+    with RawSession(server.endpoint, namespace, engine_id="e") as session:
+        contents = events_pb2.BlockContents(
+            token_ids=bytes(4 * tokens),
+            parent_keys=common_pb2.PackedKeys(keys=bytes(len(KEYS[0])), key_bytes=len(KEYS[0])),
+        )
+        with pytest.raises(grpc.RpcError) as refused:
+            events_pb2_grpc.EventServiceStub(session.channel).DescribeBlocks(
+                events_pb2.DescribeBlocksRequest(
+                    session=session.ref,
+                    keys=common_pb2.PackedKeys(keys=KEYS[0], key_bytes=len(KEYS[0])),
+                    contents=contents,
+                )
+            )
+        assert refusal_of(refused.value) == ("INVALID_ARGUMENT", "INVALID_ARGUMENT")
 
 
 def test_a_client_checks_what_one_message_can_have(server: ServerProcess) -> None:

@@ -11,6 +11,7 @@ from kvtier.tiers.core.bulk_eviction import EvictionRequest
 from kvtier.tiers.core.event_replay import EventReplay
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
+from kvtier.tiers.types import TENANT_TAG_BYTES
 
 CONTENT = (b"parent", bytes(64), "")
 NAMES = [NamespaceId(bytes([number]) * 16) for number in range(3)]
@@ -87,6 +88,20 @@ def test_the_largest_namespace_loses_its_oldest_contents() -> None:
     assert contents.nbytes == 20 * (340 + 64)
     contents.drop_all(NAMES[1])
     assert not contents
+
+
+def test_many_namespaces_do_not_displace_the_contents_of_another_tenant() -> None:
+    """Long keys and names of adapters count, too."""
+    contents = BlockContents(200 * (340 + 64))
+    victim = NamespaceId(b"v" * 16)
+    for number in range(80):
+        contents.put(victim, b"%d" % number, CONTENT)
+    for number in range(2000):
+        namespace = NamespaceId(b"a" * TENANT_TAG_BYTES + number.to_bytes(12, "big"))
+        contents.put(namespace, b"k" * 256, (b"p" * 256, bytes(64), "adapter" * 70))
+        assert contents.nbytes <= contents.limit_bytes
+    assert all(contents.get(victim, b"%d" % number) is not None for number in range(80))
+    assert len(contents) <= 80 + 120 * (340 + 64) // (340 + 440 + 64 + 490)
 
 
 def test_without_a_limit_nothing_is_kept() -> None:

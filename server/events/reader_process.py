@@ -1,0 +1,116 @@
+"""Starts the process that serves readers, restarts it, and passes messages to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ...tiers.base import NamespaceId
+from ...tiers.core.event_log import event_scope
+from ..config.events import EventConfig
+from ..process.child import Child, RestartBackoff
+from ..telemetry.logs import get_logger
+from .reader_keys import MAX_TENANTS, ReaderKeyFile
+from .reader_sockets import ReaderSocket
+
+__all__ = ["ReaderProcess"]
+
+_log = get_logger(__name__)
+
+_MODULE = "kvtier.server.events.readers"
+_MAX_UNTAKEN = 64
+"""Messages that the process has not taken yet. Each has at most 1 MiB."""
+_KEYS_SECONDS = 1.0
+_END_SECONDS = 1.0
+
+
+class ReaderProcess:
+    """The child process. All calls must come from the event loop."""
+
+    def __init__(self, config: EventConfig) -> None:
+        """Opens the listening sockets. Raises PublisherError."""
+        self._config = config
+        self._child: Child | None = None
+        self._untaken = 0
+        self._room = asyncio.Event()
+        with contextlib.ExitStack() as opened:
+            self._keys = None if config.keys is None else ReaderKeyFile(config.keys)
+            self._sockets = [
+                opened.enter_context(contextlib.closing(ReaderSocket(address)))
+                for address in (config.publish, config.replay)
+                if address is not None
+            ]
+            self._opened = opened.pop_all()
+
+    async def run(self, publish: Callable[[], Awaitable[None]]) -> None:
+        """Runs the process, and for each of its lives `publish`, until it is cancelled.
+
+        The process keeps the messages. So after its end the numbers begin at 0 again, and `publish`
+        begins with all blocks, as after a restart of the server.
+        """
+        backoff = RestartBackoff()
+        while True:
+            began = time.monotonic()
+            try:
+                await self._run_once(publish)
+            except OSError as error:
+                _log.warning("the process for readers of events failed", error=str(error))
+            backoff.ended(time.monotonic() - began)
+            _log.warning("the process for readers of events has ended", retry_seconds=backoff.remaining())
+            await asyncio.sleep(backoff.remaining())
+
+    async def send(self, namespace: NamespaceId, topic: bytes, payload: bytes) -> None:
+        """Sends a message about blocks of a namespace; waits while the process is busy."""
+        while self._untaken >= _MAX_UNTAKEN:
+            self._room.clear()
+            await self._room.wait()
+        if self._child is not None:
+            self._untaken += 1
+            self._child.send({"scope": event_scope(namespace).hex(), "topic": len(topic)}, topic + payload)
+
+    def close(self) -> None:
+        """Closes the sockets. Call it after the end of `run`."""
+        self._opened.close()
+
+    async def _run_once(self, publish: Callable[[], Awaitable[None]]) -> None:
+        fds = [socket.fileno() for socket in self._sockets]
+        child = await Child.start(_MODULE, [str(fd) for fd in (*fds, -1)], fds, self._take)
+        tasks = []
+        try:
+            self._child, self._untaken = child, 0
+            self._room.set()
+            child.send(self._setup())
+            _log.info("events are published", address=self._config.publish, pid=child.pid)
+            tasks = [asyncio.ensure_future(each) for each in (publish(), self._send_keys(child))]
+            await child.hung_up()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._child = None
+            await asyncio.shield(child.close(_END_SECONDS))
+
+    def _setup(self) -> dict[str, Any]:
+        return {
+            "buffer": self._config.buffer,
+            "buffers": 1 if self._keys is None else 1 + MAX_TENANTS,
+            "max_readers": self._config.max_readers,
+            "secret": "" if self._keys is None else self._keys.secret.hex(),
+        }
+
+    async def _send_keys(self, child: Child) -> None:
+        """Tells the process the keys of readers, also when they change."""
+        known = None
+        while self._keys is not None:
+            readers = self._keys.readers()
+            if readers != known:
+                known = readers
+                child.send({"keys": {key.hex(): scope and scope.hex() for key, scope in readers.items()}})
+            await asyncio.sleep(_KEYS_SECONDS)
+
+    def _take(self, _header: dict[str, Any], _body: bytes) -> None:
+        self._untaken -= 1
+        self._room.set()
