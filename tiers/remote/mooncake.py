@@ -49,6 +49,8 @@ RPC_TIMEOUT = -901
 
 _COMBINED_BYTES = 512 << 10
 """A smaller value is copied into one piece: each piece is a transfer, which costs more."""
+_CODE_BYTES = 24
+"""Limit of the text of one code in an answer."""
 _CHECKED_NAME = "kvtier/check"
 
 
@@ -242,7 +244,9 @@ class MooncakeStore:
             socket.send_fds(connection, [LENGTH.pack(len(text))], fds)
             connection.sendall(text)
             size = LENGTH.unpack(_receive(connection, LENGTH.size, ends_at))[0]
-            codes: list[int] = json.loads(_receive(connection, size, ends_at))
+            if size > _CODE_BYTES * (1 + len(names)):
+                raise ValueError("the answer is too large")
+            codes = _codes_in(_receive(connection, size, ends_at), len(names))
         except TimeoutError as error:
             self._end_late_call(child, is_transfer=bool(places))
             if call == "get":
@@ -251,6 +255,9 @@ class MooncakeStore:
         except OSError as error:
             self._end_late_call(child, is_transfer=True)
             raise StoreUnavailableError("the client process has ended") from error
+        except ValueError as error:
+            self._end_late_call(child, is_transfer=True)
+            raise StoreUnavailableError(f"the client process sends a wrong answer: {error}") from error
         except BaseException:
             self._end_late_call(child, is_transfer=bool(places))
             raise
@@ -277,6 +284,14 @@ class MooncakeStore:
         link, self._link = self._link, None
         if link is not None:
             link[1].close()
+
+
+def _codes_in(answer: bytes, count: int) -> list[int]:
+    """Returns the codes in an answer of the process. Raises ValueError."""
+    codes = json.loads(answer)
+    if not isinstance(codes, list) or len(codes) != count or any(type(code) is not int for code in codes):
+        raise ValueError(f"not {count} codes")
+    return codes
 
 
 def _receive(connection: socket.socket, nbytes: int, ends_at: float) -> bytes:
