@@ -51,6 +51,9 @@ _COMBINED_BYTES = 512 << 10
 """A smaller value is copied into one piece: each piece is a transfer, which costs more."""
 _CODE_BYTES = 24
 """Limit of the text of one code in an answer."""
+_MAX_OTHER_SIZES = 16
+"""Limit of the values of a call that are read again because they have another size. Each one is a
+call. The others are misses until the next load."""
 _CHECKED_NAME = "kvtier/check"
 
 
@@ -106,7 +109,7 @@ class MooncakeStore:
     def exists(self, names: Sequence[bytes]) -> list[bool]:
         """A value on a dead node counts as absent after a load of it has failed."""
         codes = self._ask("exist", names)
-        if any(code < 0 for code in codes):
+        if codes and max(codes) < 0:  # a single one is a miss of its name only
             raise _no_answer(min(codes))
         return [code == 1 and name not in self._process.suspects for code, name in zip(codes, names, strict=True)]
 
@@ -120,22 +123,34 @@ class MooncakeStore:
         wanted = [number for number, name in enumerate(names) if name not in self._process.suspects]
         sizes: list[int | None] = [None] * len(names)
         failed: dict[bytes, int] = {}
-        codes = self._get([names[number] for number in wanted], [values[number] for number in wanted])
-        for number, code in zip(wanted, codes, strict=True):
-            name, nbytes = names[number], sum(map(len, values[number]))
-            if code == nbytes:
+        unasked: dict[bytes, int] = {}
+        codes = dict(
+            zip(
+                wanted,
+                self._get([names[number] for number in wanted], [values[number] for number in wanted]),
+                strict=True,
+            )
+        )
+        for number, code in codes.items():
+            if code == sum(map(len, values[number])):
                 sizes[number] = code
             elif code in (RPC_FAIL, RPC_TIMEOUT):
-                raise _no_answer(code)
-            elif code != OBJECT_NOT_FOUND:
-                [size] = self._ask("size", [name])
-                if size == nbytes:  # the transfer has failed
-                    failed[name] = code
-                elif size >= 0:
-                    sizes[number] = self._get_other_size(name, values[number], size)
+                unasked[names[number]] = code
+        others = [
+            number
+            for number, code in codes.items()
+            if sizes[number] is None and code != OBJECT_NOT_FOUND and names[number] not in unasked
+        ][:_MAX_OTHER_SIZES]
+        other_sizes = self._ask("size", [names[number] for number in others]) if others else []
+        for number, size in zip(others, other_sizes, strict=True):
+            if size == sum(map(len, values[number])):  # the transfer has failed
+                failed[names[number]] = codes[number]
+            elif size >= 0:
+                sizes[number] = self._get_other_size(names[number], values[number], size)
         self._process.suspects.add(failed)
-        if failed and len(failed) == len(wanted):
-            raise _no_answer(min(failed.values()))
+        without_answer = failed | unasked
+        if without_answer and len(without_answer) == len(wanted):
+            raise _no_answer(min(without_answer.values()))
         return sizes
 
     def put(
@@ -255,7 +270,7 @@ class MooncakeStore:
         except OSError as error:
             self._end_late_call(child, is_transfer=True)
             raise StoreUnavailableError("the client process has ended") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self._end_late_call(child, is_transfer=True)
             raise StoreUnavailableError(f"the client process sends a wrong answer: {error}") from error
         except BaseException:
