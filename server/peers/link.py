@@ -308,7 +308,7 @@ def _session_in(first: session_pb2.OpenResponse) -> common_pb2.SessionRef:
 async def _read_heartbeats(stream: Any) -> None:
     """Reads until the session ends. Otherwise the other server could no longer write heartbeats."""
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
-        while await stream.read():  # `grpc.aio.EOF` is false
+        while await stream.read():  # noqa: ASYNC110 - it waits for messages; `grpc.aio.EOF` is false
             await asyncio.sleep(_HEARTBEAT_SECONDS)
 
 

@@ -119,11 +119,11 @@ class S3Handler(BaseHTTPRequestHandler):
     def object(self) -> str:
         return unquote(urlsplit(self.path).path).removeprefix("/").partition("/")[2]
 
-    def do_PUT(self) -> None:  # noqa: N802 - the name is that of http.server
+    def do_PUT(self) -> None:
         self.store.objects[self.object] = self.rfile.read(int(self.headers["Content-Length"]))
         self.reply(200, b"", {"ETag": '"x"'})
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         if self.store.lie(self):
             return
         if "list-type" in self.query:

@@ -148,7 +148,7 @@ def valkey_site(redis: HostileRedis, tmp_path_factory: pytest.TempPathFactory) -
     ids=["type", "error", "moved", "short", "long", "2^63", "4 GiB", "nested", "line", "half"],
 )
 def test_lies_about_one_namespace(
-    valkey_site: Site, redis: HostileRedis, request: pytest.FixtureRequest, answer: Iterable[bytes], during: bool
+    valkey_site: Site, redis: HostileRedis, request: pytest.FixtureRequest, answer: Iterable[bytes], *, during: bool
 ) -> None:
     """A wrong value has no effect on others. An answer of another protocol ends with the attack."""
     rest = valkey_site.ids[1][value_codec.TENANT_TAG_BYTES :].hex().encode()

@@ -167,9 +167,10 @@ class EncryptedValues:
         decryptor.authenticate_additional_data(index[: _HEADER.size] + path.encode())
         entries: bytes = decryptor.update(index[_HEADER.size : -_TAG_BYTES])
         try:
-            return entries + decryptor.finalize()
+            decryptor.finalize()
         except self._wrong_tag:
             raise ValueError("its index was not written under this name by a server with the key") from None
+        return entries
 
     def _first_key(self, namespace: NamespaceId) -> bytes:
         """Returns the key that encrypts. Raises `TierError` without one."""

@@ -12,7 +12,15 @@ from typing import Protocol
 
 from ..base import Outcome, TierError
 
-__all__ = ["NotAskedError", "ObjectStore", "OneNode", "UNREADABLE_BYTES", "StoreRefusedError", "StoreUnavailableError", "Topology"]
+__all__ = [
+    "UNREADABLE_BYTES",
+    "NotAskedError",
+    "ObjectStore",
+    "OneNode",
+    "StoreRefusedError",
+    "StoreUnavailableError",
+    "Topology",
+]
 
 UNREADABLE_BYTES = 1 << 62
 """Size of a value that a client cannot receive, for example because it is no string."""

@@ -276,29 +276,33 @@ class PackFinder:
                 break
             some.append(progress.pending.pop())
         results = list(self._executor.map(lambda each: self._read_index(namespace, each), some))
-        unanswered: StoreUnavailableError | None = None
         for each, result in zip(some, results, strict=True):
-            if isinstance(result, KnownPack):
-                self._directory.add(result)
-            elif isinstance(result, StoreUnavailableError):
-                unanswered = unanswered or result
-                each.failures += not isinstance(result, NotAskedError)
-                if each.failures < FAILURES:
-                    progress.pending.append(each)
-                    continue
-                self._ignore(each, result)
-            elif isinstance(result, TierError) and len(progress.refused) < INDEXES_AT_ONCE:
-                if each.failures == 0:
-                    self.warn("pack %s cannot be read: %s", each.name.path, result)
-                each.failures = FAILURES - 1
-                progress.refused[each.name.path] = each
-            elif result is not None:
-                self._ignore(each, result)
-            progress.paths.discard(each.name.path)
+            self._settle(progress, each, result)
         progress.pending.sort(key=lambda each: each.rank)
-        if unanswered is not None and all(isinstance(result, StoreUnavailableError) for result in results):
-            raise unanswered
-        return unanswered is None
+        unanswered = [result for result in results if isinstance(result, StoreUnavailableError)]
+        if len(unanswered) == len(results):
+            raise unanswered[0]
+        return not unanswered
+
+    def _settle(self, progress: _Progress, candidate: _Candidate, result: KnownPack | Exception | None) -> None:
+        """Adds a pack to the directory, or decides when its index is read again."""
+        progress.paths.discard(candidate.name.path)
+        if isinstance(result, KnownPack):
+            self._directory.add(result)
+        elif isinstance(result, StoreUnavailableError):
+            candidate.failures += not isinstance(result, NotAskedError)
+            if candidate.failures < FAILURES:
+                progress.pending.append(candidate)
+                progress.paths.add(candidate.name.path)
+            else:
+                self._ignore(candidate, result)
+        elif isinstance(result, TierError) and len(progress.refused) < INDEXES_AT_ONCE:
+            if candidate.failures == 0:
+                self.warn("pack %s cannot be read: %s", candidate.name.path, result)
+            candidate.failures = FAILURES - 1
+            progress.refused[candidate.name.path] = candidate
+        elif result is not None:
+            self._ignore(candidate, result)
 
     def warn(self, text: str, *values: object) -> None:
         """Logs a warning about a pack, at most `LOGGED_PER_MINUTE`."""
@@ -320,7 +324,7 @@ class PackFinder:
         try:
             index = bytes(self._guarded(lambda: self._bucket.read(name.path, 0, name.index_bytes)))
             if len(index) != name.index_bytes:
-                raise ValueError(f"it has {len(index)} bytes, and its index should have {name.index_bytes}")
+                return ValueError(f"it has {len(index)} bytes, and its index should have {name.index_bytes}")
             entries = self._codec.open_index(namespace, name.path, index)
             if entries is None:
                 return UnknownKeyError("it is encrypted with an unknown key")

@@ -80,14 +80,14 @@ class RespConnection:
         self._left_bytes = 0
         """Memory that the rest of an answer may need."""
 
-    @property
-    def has_unread(self) -> bool:
-        """Returns whether the server has sent more than the answers that were read."""
-        return self._start < self._end
-
     def set_deadline(self, ends_at: float) -> None:
         """Sets the time, on the monotonic clock, at which the calls fail."""
         self._ends_at = ends_at
+
+    def check_unused(self) -> None:
+        """Raises StoreUnavailableError if the server has sent more than the answers that were read."""
+        if self._start < self._end:
+            raise StoreUnavailableError("the store has sent an answer too many")
 
     def close(self) -> None:
         self._socket.close()

@@ -165,8 +165,7 @@ class ValkeyStore:
         connection = self._connection
         connection.set_deadline(ends_at)
         try:
-            if connection.has_unread:
-                raise StoreUnavailableError("the store has sent an answer too many")
+            connection.check_unused()
             return exchange(connection)
         except BaseException:
             self._disconnect()  # the rest of the answers would be taken for those of the next call

@@ -152,7 +152,8 @@ def test_nodes_without_answers_end_a_job(redis: HostileRedis) -> None:
     silent = HostileRedis("")  # all addresses of loopback
     silent.lie = lambda _: iter(lambda: time.sleep(0.01) or b"", None)  # never an answer
     owners = b"".join(
-        b"*3\r\n:%d\r\n:%d\r\n*2\r\n$11\r\n127.0.1.%d\r\n:%d\r\n" % (first, min(first + 163, 16383), 100 + number, silent.port)
+        b"*3\r\n:%d\r\n:%d\r\n*2\r\n$11\r\n127.0.1.%d\r\n:%d\r\n"
+        % (first, min(first + 163, 16383), 100 + number, silent.port)
         for number, first in enumerate(range(0, 16384, 164))
     )
     count = len(range(0, 16384, 164))

@@ -30,8 +30,9 @@ from kvtier.tiers.remote.pack_tier import PackTier
 from kvtier.tiers.remote.value_codec import ValueCodec
 
 OTHER_SPACE = NamespaceId(bytes([SPACE[0] ^ 1]) + SPACE[1:])
-SECRET, FORGED = EncryptedValues(lambda: KeyRing(others=(bytes(32),))), EncryptedValues(
-    lambda: KeyRing(others=(bytes([7] * 32),))
+SECRET, FORGED = (
+    EncryptedValues(lambda: KeyRing(others=(bytes(32),))),
+    EncryptedValues(lambda: KeyRing(others=(bytes([7] * 32),))),
 )
 SIZES = (5000,)
 
@@ -62,7 +63,9 @@ def tier(memory: MemoryBucket, clock: Clock) -> Iterator[PackTier]:
     tier.close()
 
 
-def store(memory: MemoryBucket, at: float, *keys: bytes, space: NamespaceId = SPACE, codec: ValueCodec = value_codec) -> str:
+def store(
+    memory: MemoryBucket, at: float, *keys: bytes, space: NamespaceId = SPACE, codec: ValueCodec = value_codec
+) -> str:
     """Stores blocks as a server with this time would. Returns the path of the pack."""
     before = memory.paths()
     writer = pack_tier(memory, clock=lambda: at, codec=codec)
@@ -130,9 +133,7 @@ def test_a_size_from_the_list_is_no_reason_to_read_or_allocate(
     monkeypatch.setattr(
         tier._bucket,
         "listed",
-        lambda *given: [
-            type(each)(each.path, (1 << 64) - 1, each.stored_at) for each in list_honestly(*given)
-        ],
+        lambda *given: [type(each)(each.path, (1 << 64) - 1, each.stored_at) for each in list_honestly(*given)],
     )
     assert tier.lookup([(SPACE, ROW[0])]) == [True]
     reads = memory.calls.count("read")
@@ -166,9 +167,7 @@ def test_a_time_ahead_does_not_win(memory: MemoryBucket, tier: PackTier, clock: 
 
 @pytest.mark.parametrize("bad", ["value", "size", "short", "refused", "unavailable", "missing"])
 @pytest.mark.parametrize("codec", [value_codec, SECRET], ids=["plain", "encrypted"])
-def test_the_next_copy_is_tried(
-    memory: MemoryBucket, clock: Clock, bad: str, codec: ValueCodec
-) -> None:
+def test_the_next_copy_is_tried(memory: MemoryBucket, clock: Clock, bad: str, codec: ValueCodec) -> None:
     """After a bad copy of a block, in the same load."""
     tier = pack_tier(memory, clock=clock, codec=codec)
     store(memory, clock.now - 9, ROW[0], codec=codec)
@@ -276,7 +275,7 @@ def test_a_pack_without_answers_is_ignored_for_a_minute(memory: MemoryBucket, ti
     """After two reads. Blocks of other packs are found meanwhile."""
     bad = store(memory, clock.now - 1, ROW[0])
     store(memory, clock.now - 2, ROW[1])
-    memory.before = lambda what, path: StoreUnavailableError("status 500") if path == bad else None
+    memory.before = lambda _, path: StoreUnavailableError("status 500") if path == bad else None
     for _ in range(8):
         answers = tier.lookup([(SPACE, ROW[0]), (SPACE, ROW[1])])
         clock.now += pack_finder.REFRESH_SECONDS
@@ -290,7 +289,7 @@ def test_a_namespace_without_answers_does_not_affect_another(
     """In one lookup, and in one store."""
     bad = store(memory, clock.now - 1, ROW[0])
     store(memory, clock.now - 2, ROW[1], space=OTHER_SPACE)
-    memory.before = lambda what, path: StoreUnavailableError("status 500") if path == bad else None
+    memory.before = lambda _, path: StoreUnavailableError("status 500") if path == bad else None
     assert tier.lookup([(SPACE, ROW[0]), (OTHER_SPACE, ROW[1])]) == [False, True]
 
 
