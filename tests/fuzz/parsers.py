@@ -155,7 +155,7 @@ class Parsers:
 
     @staticmethod
     def _pack_index(data: bytes) -> None:
-        """Parses entries with a valid seal, in a pack of a size that the input has, and any seal."""
+        """Parses entries with a valid seal, in a pack of any size, and any seal."""
         entries, pack_bytes = data[8:], int.from_bytes(data[:8], "little")
         sealed = value_codec.seal_index(_SPACE, "path", entries)
         assert value_codec.open_index(_SPACE, "path", sealed) == entries

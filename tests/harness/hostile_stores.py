@@ -1,4 +1,4 @@
-"""Stores on loopback that work, and lie on command: a Redis server and an S3 server. For tests only."""
+"""Stores on loopback that lie on command: a Redis server and an S3 server. For tests only."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Site:
         assert self.server.own_bytes() < self.own_bytes + GROWTH_BYTES
 
     def attack(self, salt: str, *, during: bool) -> None:
-        """Loads the attacker's blocks again and again; checks the victim meanwhile or afterwards."""
+        """Loads the attacker's blocks repeatedly; checks the victim meanwhile or afterwards."""
         ended, rounds = threading.Event(), 0
 
         def run() -> None:
@@ -200,7 +200,7 @@ def s3_site(store: HostileS3, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def test_planted_objects(
     s3_site: Site, store: HostileS3, request: pytest.FixtureRequest, attack: str, whose: int
 ) -> None:
-    """By someone who may write objects; also in the folder of the victim."""
+    """By an attacker who may write objects; also in the folder of the victim."""
     folder = folder_of(s3_site.ids[whose])
     keys = [key_of(number, salt=request.node.name) for number in range(4)]
     planted: dict[str, bytes] = {}

@@ -65,8 +65,8 @@ class Bucket:
 
     All methods raise `StoreUnavailableError`, `StoreRefusedError` and `ObjectMissingError`. Each
     request ends within the deadline plus the time for its bytes at `BYTES_PER_SECOND`. A list makes
-    one request per 1,000 names, and ends after `LIST_DEADLINES`: a store can name each answer's
-    end as the start of the next one, also of the same one.
+    one request per 1,000 names, and ends after `LIST_DEADLINES`: a store can name each answer as
+    its own next one.
     """
 
     def __init__(self, connect: Callable[[float], Any], prefix: str, deadline_seconds: float) -> None:
@@ -96,7 +96,8 @@ class Bucket:
                     return
 
         self._list(collect)
-        return sorted(found.values(), key=lambda each: each.path)[:limit]  # a directory has no order
+        # A directory has no order.
+        return sorted(found.values(), key=lambda each: each.path)[:limit]
 
     def folders(self, folder: str) -> list[str]:
         """Returns the names of the folders in a folder, ascending."""

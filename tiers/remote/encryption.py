@@ -13,9 +13,9 @@ All numbers are little-endian. The tag covers the header, namespace, key of the 
 parts, and their bytes. So a value under another name is refused, and the value needs no checksum.
 
 An index of a pack (`pack_format`) has the same fields, with another magic number, 0 parts and the
-encrypted entries. Its tag covers the header, the path of the pack, and the entries. So only a server
-with the key can write a pack, and no pack can have the name of another one. The magic numbers keep
-the tags of values and indexes apart.
+encrypted entries. Its tag covers the header, the path of the pack, and the entries. So only a
+server with the key can write a pack, and no pack can have the name of another one. The magic
+numbers keep the tags of values and indexes apart.
 
 The id of a key is a hash of the key. If two servers have different keys, their ids differ: a server
 without the right key cannot take the value of another server for a damaged one.

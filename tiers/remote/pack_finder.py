@@ -41,8 +41,7 @@ WIDE_EVERY_SECONDS = 60.0
 INDEXES_AT_ONCE = 64
 """Number of indexes that are read before the directory is asked again."""
 INDEX_BYTES_AT_ONCE = 4 << 20
-"""Limit of the bytes of these indexes, unless one alone is larger. In memory they are up to 20
-times as large."""
+"""Limit of the bytes of these indexes. Decoded, they need up to 100 MB if their keys are short."""
 RETRY_SECONDS = 60.0
 """A pack that could not be used is not read again during this time."""
 FAILURES = 2
@@ -242,7 +241,7 @@ class PackFinder:
         for each in found:
             name = PackName.parse(each.path, folder)
             if name is not None:
-                # A time ahead of now counts as one in the past, so that it does not win over others.
+                # A time ahead counts as one in the past, so that it does not win over others.
                 candidates.append(_Candidate(name, each.nbytes, now - abs(now - name.written_at)))
         self._queue(namespace, progress, candidates, now)
 
@@ -263,7 +262,7 @@ class PackFinder:
         progress.pending.sort(key=lambda each: each.rank)
 
     def _read_indexes(self, namespace: NamespaceId, progress: _Progress) -> bool:
-        """Reads the indexes of the newest pending packs. Returns whether there was an answer to each.
+        """Reads the indexes of the newest pending packs. Returns whether all calls had an answer.
 
         A pack that cannot be read does not affect the others. Raises StoreUnavailableError if there
         was no answer at all.

@@ -12,8 +12,8 @@ A name is `kvtier/packFORMAT/TENANT/NAMESPACE/HOUR/TIME-WRITER-INDEX`, for examp
 | INDEX | size of the index in bytes, hexadecimal |
 
 So names sort by time, and one ranged read fetches the index. A pack is an index followed by the
-values of its blocks (`value_codec`, `encryption`) without gaps. The entries of the index follow each
-other without gaps, too:
+values of its blocks (`value_codec`, `encryption`) without gaps. The entries of the index follow
+each other without gaps, too:
 
 | bytes | meaning |
 |---|---|
@@ -62,7 +62,7 @@ ROOT = "kvtier/"
 MAX_INDEX_BYTES = 4 << 20
 """More than an index of the largest batch with the longest keys."""
 MAX_ENTRIES = 1 << 16
-"""More blocks than a job has. The directory needs 9 MiB for so many."""
+"""More blocks than a job has. The directory needs 9 MiB for these."""
 _ENTRY = struct.Struct("<HQ")
 _NAME = re.compile(r"(.+/)(\d{4}-\d\d-\d\dT\d\d)/(\d{7})-([0-9a-f]{16})-([0-9a-f]{1,6})", re.ASCII)
 _HOUR = re.compile(r"\d{4}-\d\d-\d\dT\d\d", re.ASCII)

@@ -85,7 +85,7 @@ class RespConnection:
         self._ends_at = ends_at
 
     def check_unused(self) -> None:
-        """Raises StoreUnavailableError if the server has sent more than the answers that were read."""
+        """Raises StoreUnavailableError if the server has sent more answers than were read."""
         if self._start < self._end:
             raise StoreUnavailableError("the store has sent an answer too many")
 

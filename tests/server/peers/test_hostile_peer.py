@@ -105,7 +105,7 @@ async def test_more_hits_than_keys() -> None:
 )
 async def test_a_wrong_answer_is_a_failure_of_this_peer(peer: Peer) -> None:
     """It counts for the circuit breaker of the peer, and reaches no thread that loads blocks."""
-    with pytest.raises(PeerError, match="statuses|id|port|larger than max") as caught:
+    with pytest.raises(PeerError, match=r"statuses|id|port|larger than max") as caught:
         await _found(peer)
     assert not caught.value.refused
 
