@@ -31,6 +31,8 @@ BYTES_PER_SECOND = 16 << 20
 """Transfers have this rate at least: the deadline of a call grows with its bytes."""
 LIST_DEADLINES = 4.0
 """A list of several requests ends after this many deadlines: 5 answers of S3 take half a second."""
+MAX_PATH_BYTES = 1024
+"""Limit of the names of S3, Google and Azure."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
@@ -90,7 +92,8 @@ class Bucket:
                 for each in chunk:
                     path = each["path"][len(self._prefix) :]
                     # The store may ignore `offset`, and repeat objects.
-                    if each["path"].startswith(start) and after < path < before:
+                    is_wanted = each["path"].startswith(start) and len(each["path"]) <= MAX_PATH_BYTES
+                    if is_wanted and after < path < before:
                         found.setdefault(path, StoredObject(path, each["size"], each["last_modified"]))
                 if len(found) >= limit or (chunk and chunk[-1]["path"] >= self._prefix + before):
                     return

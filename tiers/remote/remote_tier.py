@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -195,8 +196,10 @@ class RemoteTier(NetworkTier):
                 outcomes.append(Outcome.MISSING if size is None else self._decode(block, pieces, size))
 
         self._call(node, load)
+        # The others are deleted after their next load: each deletion can take as long as a call.
+        ends_at = time.monotonic() + self._limits.deadline_seconds
         for place, outcome in enumerate(outcomes):
-            if outcome is Outcome.CORRUPT:
+            if outcome is Outcome.CORRUPT and time.monotonic() < ends_at:
                 outcomes[place] = self._delete(node, blocks[place], names[place], values[place], sizes[place])
         received = zip(names, outcomes, sizes, strict=True)
         unreadable = [name for name, outcome, size in received if outcome is Outcome.MISSING and size]

@@ -6,7 +6,6 @@ of blocks have no braces, so a slot depends on the whole name.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import threading
 import time
@@ -16,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ..base import TierError
-from .dialing import ServerAddress
+from .dialing import ServerAddress, is_local
 from .limits import CircuitBreaker
 from .object_store import StoreRefusedError, StoreUnavailableError
 from .resp import Answer, command
@@ -166,7 +165,7 @@ class ValkeyNodes:
         if not endpoints:
             raise StoreUnavailableError(f"{node}: no node of the cluster has slots")
         seeds = {name: self._endpoints[name] for name in self._seeds}
-        self._endpoints = seeds | endpoints
+        self._endpoints = endpoints | seeds
         self._order = [*(name for name in endpoints if name not in self._order), *self._order]
         self._order = [name for name in self._order if name in endpoints or name in self._seeds]
         return _Table([str(owner) if owner else None for owner in owners])
@@ -186,9 +185,10 @@ def owners_in(answer: Answer, asked_host: str) -> list[ServerAddress | None]:
             case [int(first), int(last), [bytes() | None as host, int(port), *_], *_] if (
                 0 <= first <= last < SLOTS and 0 < port < 1 << 16
             ):
-                owner = ServerAddress((host or b"").decode("utf-8", "replace") or asked_host, port)
-                if not _HOST.fullmatch(owner.host) or (_is_local(owner.host) and not _is_local(asked_host)):
-                    raise StoreUnavailableError(f"the store names a node with the address {owner!s:.99}")
+                name = (host or b"").decode("utf-8", "replace") or asked_host
+                owner = ServerAddress(name, port, may_be_local=is_local(asked_host))
+                if not _HOST.fullmatch(name) or (is_local(name) and not owner.may_be_local):
+                    raise StoreUnavailableError(f"the store names a node at {owner!s:.99}, which is no remote host")
                 known.add(owner)
                 if len(known) > MAX_NODES:
                     raise StoreUnavailableError(f"the store names more than {MAX_NODES} nodes")
@@ -196,13 +196,3 @@ def owners_in(answer: Answer, asked_host: str) -> list[ServerAddress | None]:
             case _:
                 raise StoreUnavailableError("the store sends invalid slots of its cluster")
     return owners
-
-
-def _is_local(host: str) -> bool:
-    """Returns whether an address is one of this host, of its link, or of no single host."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host.rstrip(".").lower().endswith("localhost")
-    mapped = getattr(address, "ipv4_mapped", None) or address
-    return any((mapped.is_loopback, mapped.is_link_local, mapped.is_unspecified, mapped.is_multicast))

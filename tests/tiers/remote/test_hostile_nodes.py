@@ -12,7 +12,7 @@ from contracts.tier import CORRUPT, DONE, FAILED, MISSING, SPACE, content, empty
 from harness.hostile_stores import HostileRedis, HostileS3, S3Handler, running
 
 from kvtier.tiers.base import TierError
-from kvtier.tiers.remote.dialing import ServerAddress
+from kvtier.tiers.remote.dialing import Dialer, ServerAddress
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.object_store import StoreUnavailableError
 from kvtier.tiers.remote.s3 import BucketAddress, BucketOptions, open_bucket
@@ -138,6 +138,14 @@ def test_a_cluster_cannot_name_this_host(host: bytes) -> None:
         owners_in([[0, 5, [host, 6379]]], "10.0.0.1")
     if b" " not in host:
         assert owners_in([[0, 5, [host, 6379]]], "127.0.0.1")[0] == ServerAddress(host.decode(), 6379)
+
+
+def test_a_name_of_this_host_is_not_dialled(redis: HostileRedis) -> None:
+    """Although the name that a cluster gives to a node looks like that of another host."""
+    ends_at = time.monotonic() + 20
+    Dialer().dial(ServerAddress("127.0.0.1", redis.port), ends_at).close()
+    with pytest.raises(StoreUnavailableError, match="address of this host"):
+        Dialer().dial(ServerAddress("127.0.0.1", redis.port, may_be_local=False), ends_at)
 
 
 def test_a_cluster_has_a_limit_of_nodes() -> None:
