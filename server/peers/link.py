@@ -31,6 +31,14 @@ LEASE_SECONDS = 60.0
 _IDLE_SECONDS = 60.0
 """A session ends after this time without a search."""
 _LOCATE_SECONDS = 0.05
+_HEARTBEAT_SECONDS = 0.1
+"""Minimum time between two messages of a session that are read: a hostile server could send them
+without end."""
+_RELEASE_SECONDS = 5.0
+_MAX_RELEASES = 256
+"""Limit of the leases that are being released at a server that does not answer. Further ones end at
+their time."""
+_SESSION_ID_BYTES = 16
 _WAIT_PART = 0.8
 """Part of the time of a search that the other server may spend to promote the blocks."""
 _SESSION_LOST = ("UNKNOWN_SESSION", "STALE_EPOCH")
@@ -40,6 +48,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.max_receive_message_length", 1 << 20),  # a lookup's answer has up to 6 bytes per key
 )
 
 
@@ -106,6 +115,7 @@ class PeerLink:
         self._opened: dict[NamespaceId, _Sessions] = {}
         self._opening = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._releases = 0
 
     async def search(
         self,
@@ -144,8 +154,7 @@ class PeerLink:
 
     def release(self, lease: PeerLease) -> None:
         """Starts to release a lease. If that fails, the lease ends with its session or its time."""
-        if not lease.sessions.has_ended:
-            self._spawn(self._release(lease.sessions, lease.id))
+        self._start_release(lease.sessions, lease.id)
 
     def end_idle_sessions(self, now: float) -> bool:
         """Ends sessions that were not used for a minute; returns whether no session is left."""
@@ -192,15 +201,17 @@ class PeerLink:
             if is_lost and self._opened.get(namespace) is sessions:
                 self._drop(namespace)
             raise
+        if len(answer.statuses) != len(keys):
+            raise PeerError(f"the answer has {len(answer.statuses)} statuses for {len(keys)} keys", refused=False)
         items = {
             key: item
-            for item, (key, status) in enumerate(zip(keys, answer.statuses, strict=False))
+            for item, (key, status) in enumerate(zip(keys, answer.statuses, strict=True))
             if status == KeyStatus.HIT and (not prefix or item < answer.prefix_hits)
         }
         if items:
             return PeerLease(self, sessions, answer.lease_id, items)
         if answer.lease_id:
-            self._spawn(self._release(sessions, answer.lease_id))
+            self._start_release(sessions, answer.lease_id)
         return None
 
     async def _sessions_of(self, namespace: NamespaceId, description: common_pb2.Namespace) -> _Sessions:
@@ -232,7 +243,7 @@ class PeerLink:
                 )
                 stream = self._session.Open(request)
                 streams.append(stream)
-                refs.append((await _first(stream)).session)
+                refs.append(_session_in(await _first(stream)))
                 self._spawn(_read_heartbeats(stream))
             endpoint = self._endpoint
             address = (endpoint.host, await self._socket_port(refs[0]))
@@ -249,13 +260,24 @@ class PeerLink:
         while True:
             answer = await self._locate(transfer_pb2.LocateRequest(session=ref))
             if answer.socket_port:
-                return int(answer.socket_port)
+                port = int(answer.socket_port)
+                if port >= 1 << 16:
+                    raise PeerError(f"the other server names the port {port}", refused=False)
+                return port
             await asyncio.sleep(_LOCATE_SECONDS)
+
+    def _start_release(self, sessions: _Sessions, lease_id: int) -> None:
+        if not sessions.has_ended and self._releases < _MAX_RELEASES:
+            self._releases += 1
+            self._spawn(self._release(sessions, lease_id))
 
     async def _release(self, sessions: _Sessions, lease_id: int) -> None:
         request = cache_pb2.ReleaseLeaseRequest(session=sessions.refs[0], lease_ids=[lease_id])
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            await self._cache.ReleaseLease(request, timeout=LEASE_SECONDS)
+        try:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await self._cache.ReleaseLease(request, timeout=_RELEASE_SECONDS)
+        finally:
+            self._releases -= 1
 
     def _drop(self, namespace: NamespaceId) -> None:
         sessions = self._opened.pop(namespace, None)
@@ -276,11 +298,18 @@ async def _first(stream: Any) -> session_pb2.OpenResponse:
     return first
 
 
+def _session_in(first: session_pb2.OpenResponse) -> common_pb2.SessionRef:
+    """Returns the session. Raises PeerError if it does not fit into the socket protocol."""
+    if len(first.session.session_id) != _SESSION_ID_BYTES:
+        raise PeerError("the session has an invalid id", refused=False)
+    return first.session
+
+
 async def _read_heartbeats(stream: Any) -> None:
     """Reads until the session ends. Otherwise the other server could no longer write heartbeats."""
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
-        while await stream.read():  # `grpc.aio.EOF` is false
-            pass
+        while await stream.read():  # noqa: ASYNC110 - it waits for messages; `grpc.aio.EOF` is false
+            await asyncio.sleep(_HEARTBEAT_SECONDS)
 
 
 def _duration(seconds: float) -> Duration:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...protos.credentials import CredentialsError
 from ...tiers.base import BlockBytes, Entry, Medium, NamespaceId, OffloadPolicy, Outcome, SecondaryTier, Vote
 from ...tiers.negotiation import RequestInfo
 from ...tiers.remote.limits import CircuitBreaker
@@ -137,7 +136,7 @@ class PeerTier(SecondaryTier):
         except PullRefusedError as error:
             breaker.succeeded()
             return self._failed(None, lease, error, Outcome.MISSING)
-        except (OSError, ValueError, CredentialsError) as error:
+        except Exception as error:  # noqa: BLE001 - the other server's bytes must not fail other loads of the job
             return self._failed(breaker, lease, error, Outcome.FAILED)
         breaker.succeeded()
         return Outcome.DONE

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from ...cuda.host.socket_io import Connection, TlsConnection, checksum_on, views_of
@@ -144,4 +145,8 @@ def _read_answer(connection: Connection, head: bytes) -> None:
         raise ValueError("not an answer of the socket protocol")
     code, message = frames.unpack_answer(connection.read(length))
     if code:
-        raise PullRefusedError(reason_within(status_pb2.Status.FromString(message)) or f"status {code}")
+        try:
+            reason = reason_within(status_pb2.Status.FromString(message))
+        except DecodeError as error:
+            raise ValueError("not an answer of the socket protocol") from error
+        raise PullRefusedError(reason or f"status {code}")

@@ -14,18 +14,22 @@ from contracts.shared_tier import ROW, SharedTierContract
 from contracts.tier import CORRUPT, DONE, KIB, MISSING, SPACE, content, empty, fetch, full, held, key
 
 from kvtier.tiers.base import BlockBytes, NamespaceId, SecondaryTier
+from kvtier.tiers.remote import value_codec
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.pack_finder import REFRESH_SECONDS
-from kvtier.tiers.remote.pack_format import PackName, decode_index, encode_index, folder_of
+from kvtier.tiers.remote.pack_format import PackedValue, PackName, decode_index, encode_index, folder_of
+from kvtier.tiers.remote.value_codec import ValueCodec
 
 __all__ = ["PackTierContract"]
 
 
 class PackTierContract(SharedTierContract):
     visible_after_seconds: ClassVar[float] = REFRESH_SECONDS
+    smallest_value = 1
+    codec: ClassVar[ValueCodec] = value_codec
 
     def folder_of(self, namespace: NamespaceId) -> str:
-        return folder_of(namespace, self.value_format)
+        return folder_of(namespace, self.codec.PACK_FORMAT)
 
     @abstractmethod
     def paths(self) -> list[str]:
@@ -47,10 +51,15 @@ class PackTierContract(SharedTierContract):
         for path in self.paths():
             name = PackName.parse(path)
             if name is not None and path.startswith(self.folder_of(block.namespace)):
-                index = self.get(path)[: name.index_bytes]
-                places = decode_index(block.namespace, index)
+                pack = self.get(path)
+                places = self.places_in(block.namespace, name, pack)
                 found += [(path, place.offset_bytes, place.nbytes) for place in places if place.key == block.key]
         return found
+
+    def places_in(self, namespace: NamespaceId, name: PackName, pack: bytes) -> list[PackedValue]:
+        entries = self.codec.open_index(namespace, name.path, pack[: name.index_bytes])
+        assert entries is not None
+        return decode_index(entries, name.index_bytes, len(pack))
 
     def value_of(self, block: BlockBytes) -> bytes | None:
         places = self.packs_with(block)
@@ -63,9 +72,10 @@ class PackTierContract(SharedTierContract):
         pack = self.get(path)
         name = PackName.parse(path)
         assert name is not None
-        places = decode_index(block.namespace, pack[: name.index_bytes])
+        places = self.places_in(block.namespace, name, pack)
         sizes = [len(value) if place.key == block.key else place.nbytes for place in places]
-        index = encode_index(block.namespace, [place.key for place in places], sizes)
+        entries = encode_index([place.key for place in places], sizes)
+        index = self.codec.seal_index(block.namespace, path, entries)
         self.put(path, index + pack[name.index_bytes : offset] + value + pack[offset + nbytes :])
 
     def test_names_have_format_tenant_namespace_and_hour(self, first: SecondaryTier) -> None:
@@ -74,7 +84,7 @@ class PackTierContract(SharedTierContract):
         before = time.time()
         first.store([full(ROW[0], [b"x"], namespace)])
         (path,) = self.paths()
-        assert path.startswith(f"kvtier/pack{self.value_format}/00010203/0405060708090a0b0c0d0e0f/20")
+        assert path.startswith(f"kvtier/pack{self.codec.PACK_FORMAT}/00010203/0405060708090a0b0c0d0e0f/20")
         name = PackName.parse(path)
         assert name is not None
         assert before - 0.001 <= name.written_at <= time.time()

@@ -19,17 +19,22 @@ from kvtier.server.bulk import messages
 from kvtier.server.config.loader import load
 from kvtier.server.config.schema import ConfigError
 from kvtier.server.process import child_main
+from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
 from kvtier.tiers.disk import format as disk_format
 from kvtier.tiers.lmdb import format as lmdb_format
+from kvtier.tiers.remote import pack_format, value_codec
+from kvtier.tiers.remote.mooncake import codes_in
 from kvtier.tiers.remote.object_store import StoreUnavailableError
 from kvtier.tiers.remote.resp import ErrorAnswer, RespConnection
 from kvtier.tiers.remote.valkey_nodes import owners_in
+from kvtier.tiers.storage.fsck import NAMESPACE_BYTES
 
 from .tape import Tape, byte
 
 __all__ = ["Parsers", "seeds"]
 
 _BAD = (ValueError, msgspec.MsgspecError)
+_SPACE = NamespaceId(bytes(NAMESPACE_BYTES))
 
 
 class Parsers:
@@ -62,6 +67,10 @@ class Parsers:
             (lmdb_format.BlockRecord.read, (lmdb_format.DamagedRecordError,)),
             (self._store_answers, (StoreUnavailableError,)),
             (self._store_value, (StoreUnavailableError,)),
+            (self._pack_name, ()),
+            (self._pack_index, _BAD),
+            (self._block_value, ()),
+            (lambda data: codes_in(data, 2), (*_BAD, RecursionError)),
         ]
 
     def run(self, data: bytes) -> None:
@@ -138,6 +147,36 @@ class Parsers:
             size = connection.read_value(pieces)
             assert isinstance(size, ErrorAnswer) or size is None or 0 <= size <= len(data)
 
+    @staticmethod
+    def _pack_name(data: bytes) -> None:
+        path = data.decode(errors="replace")
+        name = pack_format.PackName.parse(path)
+        assert name is None or (name.path == path and 0 < name.index_bytes <= pack_format.MAX_INDEX_BYTES)
+
+    @staticmethod
+    def _pack_index(data: bytes) -> None:
+        """Parses entries with a valid seal, in a pack of any size, and any seal."""
+        entries, pack_bytes = data[8:], int.from_bytes(data[:8], "little")
+        sealed = value_codec.seal_index(_SPACE, "path", entries)
+        assert value_codec.open_index(_SPACE, "path", sealed) == entries
+        with contextlib.suppress(ValueError):
+            places = pack_format.decode_index(entries, len(sealed), pack_bytes)
+            assert all(
+                len(sealed) <= each.offset_bytes < each.offset_bytes + each.nbytes <= pack_bytes for each in places
+            )
+            assert len({each.key for each in places}) == len(places)
+        value_codec.open_index(_SPACE, "path", data)
+
+    @staticmethod
+    def _block_value(data: bytes) -> None:
+        block = BlockBytes(_SPACE, b"key", (memoryview(bytearray(3)), memoryview(bytearray(5))))
+        pieces = value_codec.pieces_of(block)
+        if len(data) == value_codec.value_bytes(block):
+            rest = memoryview(data)
+            for piece in pieces:
+                piece[:], rest = rest[: len(piece)], rest[len(piece) :]
+        assert value_codec.decode(pieces, len(data), block) in (Outcome.DONE, Outcome.CORRUPT)
+
     def _tokens(self, data: bytes) -> Any:
         self._file.write_bytes(data)
         return tokens.read_token_file(self._file)
@@ -188,6 +227,10 @@ def seeds() -> Iterator[bytes]:
         lmdb_format.BlockRecord(1, 2, (3, 4)).pack(b"name"),
         b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$1\r\na\r\n:6379\r\n*0\r\n+OK\r\n",
         b"$45\r\n" + bytes(45) + b"\r\n",
+        pack_format.PackName.new(pack_format.folder_of(_SPACE), 1e9, 64).path.encode(),
+        (100).to_bytes(8, "little") + pack_format.encode_index([b"a", b"key"], [10, 20]),
+        b"".join(value_codec.encode(BlockBytes(_SPACE, b"key", (memoryview(bytearray(3)), memoryview(bytearray(5)))))),
+        b"[0, -704]",
     ]
     for number, data in enumerate(sound):
         yield byte(number) + data

@@ -11,7 +11,7 @@ import obstore
 from obstore.store import MemoryStore
 
 from kvtier.tiers.base import TierError
-from kvtier.tiers.remote.bucket import Bucket, StoreFullError
+from kvtier.tiers.remote.bucket import Bucket, StoredObject, StoreFullError
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.object_store import StoreUnavailableError
 from kvtier.tiers.remote.pack_tier import PackTier
@@ -58,9 +58,9 @@ class _FaultyBucket(Bucket):
         super().__init__(lambda _: memory.store, "", deadline_seconds)
         self._memory = memory
 
-    def names(self, folder: str, after: str, limit: int) -> list[str]:
+    def listed(self, folder: str, after: str, limit: int, before: str = "~") -> list[StoredObject]:
         self._memory.calls.append("list")
-        return super().names(folder, after, limit)
+        return super().listed(folder, after, limit, before)
 
     def folders(self, folder: str) -> list[str]:
         self._memory.calls.append("folders")

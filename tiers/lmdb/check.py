@@ -18,6 +18,7 @@ def check_slice(store: Environment, writing: threading.Lock, after: bytes, *, re
     records = store.records_after(after, SLICE_BLOCKS)
     findings: list[Finding] = []
     checked = nbytes = 0
+    file_bytes = store.env.info()["map_size"]
     for name, packed in records:
         if nbytes >= SLICE_BYTES:
             break
@@ -26,7 +27,10 @@ def check_slice(store: Environment, writing: threading.Lock, after: bytes, *, re
         except DamagedRecordError:
             sizes, problem = (), "its index record is damaged"
         else:
-            problem = _verify(store, name, sizes)
+            if sum(sizes) > file_bytes:
+                sizes, problem = (), "its sizes are impossible"
+            else:
+                problem = _verify(store, name, sizes)
         checked += 1
         nbytes += sum(sizes)
         if problem and _confirm(store, writing, name, packed, damaged=not sizes, repair=repair):

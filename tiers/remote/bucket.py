@@ -5,10 +5,11 @@ The library is the optional extra `kvtier[s3]`. This module imports it when a ti
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from http import HTTPStatus
@@ -28,6 +29,10 @@ __all__ = [
 
 BYTES_PER_SECOND = 16 << 20
 """Transfers have this rate at least: the deadline of a call grows with its bytes."""
+LIST_DEADLINES = 4.0
+"""A list of several requests ends after this many deadlines: 5 answers of S3 take half a second."""
+MAX_PATH_BYTES = 1024
+"""Limit of the names of S3, Google and Azure."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
@@ -62,7 +67,8 @@ class Bucket:
 
     All methods raise `StoreUnavailableError`, `StoreRefusedError` and `ObjectMissingError`. Each
     request ends within the deadline plus the time for its bytes at `BYTES_PER_SECOND`. A list makes
-    one request per 1,000 names.
+    one request per 1,000 names, and ends after `LIST_DEADLINES`: a store can name each answer as
+    its own next one.
     """
 
     def __init__(self, connect: Callable[[float], Any], prefix: str, deadline_seconds: float) -> None:
@@ -73,27 +79,36 @@ class Bucket:
         self._deadline_seconds = deadline_seconds
         self._clients: dict[int, Any] = {}
 
-    def names(self, folder: str, after: str, limit: int) -> list[str]:
-        """Returns the paths in a folder that sort after `after`, ascending, at most `limit`."""
-        found: list[str] = []
+    def listed(self, folder: str, after: str, limit: int, before: str = "\U0010ffff") -> list[StoredObject]:
+        """Returns the objects in a folder whose paths sort between `after` and `before`.
 
-        def listed(client: Any) -> None:
-            stream = self._obstore.list(client, self._prefix + folder, offset=self._prefix + after, chunk_size=1000)
-            for chunk in stream:
-                paths = (entry["path"][len(self._prefix) :] for entry in chunk)
-                # The store may ignore `offset`.
-                found.extend(path for path in paths if path > after)
-                if len(found) >= limit:
+        They are ascending, and at most `limit`. Paths of other folders are ignored.
+        """
+        found: dict[str, StoredObject] = {}
+        start = self._prefix + folder
+
+        async def collect(client: Any) -> None:
+            async for chunk in self._obstore.list(client, start, offset=self._prefix + after, chunk_size=1000):
+                for each in chunk:
+                    path = each["path"][len(self._prefix) :]
+                    # The store may ignore `offset`, and repeat objects.
+                    is_wanted = each["path"].startswith(start) and len(each["path"]) <= MAX_PATH_BYTES
+                    if is_wanted and after < path < before:
+                        found.setdefault(path, StoredObject(path, each["size"], each["last_modified"]))
+                if len(found) >= limit or (chunk and chunk[-1]["path"] >= self._prefix + before):
                     return
 
-        self._call(listed)
-        found.sort()  # a directory has no order
-        return found[:limit]
+        self._list(collect)
+        # A directory has no order.
+        return sorted(found.values(), key=lambda each: each.path)[:limit]
 
     def folders(self, folder: str) -> list[str]:
         """Returns the names of the folders in a folder, ascending."""
-        answer = self._call(lambda client: self._obstore.list_with_delimiter(client, self._prefix + folder))
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in answer["common_prefixes"])
+
+        async def collect(client: Any) -> Any:
+            return await self._obstore.list_with_delimiter_async(client, self._prefix + folder)
+
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in self._list(collect)["common_prefixes"])
 
     def objects(self, folder: str) -> Iterator[StoredObject]:
         """Yields all objects of a folder, in lists of 1,000."""
@@ -112,7 +127,10 @@ class Bucket:
             )
         except _RangeError:
             return memoryview(b"")
-        return memoryview(found)
+        content = memoryview(found)
+        if content.nbytes > end - start:
+            raise StoreRefusedError(f"the store sent {content.nbytes} bytes instead of {end - start}")
+        return content
 
     def write(self, path: str, content: memoryview) -> None:
         """Writes an object that does not exist yet, in one atomic step."""
@@ -136,6 +154,22 @@ class Bucket:
                         self._call(lambda client, path=path: self._obstore.delete(client, path))  # type: ignore[misc]
                     except ObjectMissingError:
                         continue
+
+    def _list(self, collect: Callable[[Any], Awaitable[T]]) -> T:
+        """Runs a list, which may make many requests, until its deadline.
+
+        Only the asynchronous calls of the library can be ended between two requests.
+        """
+        seconds = LIST_DEADLINES * self._deadline_seconds
+
+        async def within(client: Any) -> T:
+            try:
+                async with asyncio.timeout(seconds):
+                    return await collect(client)
+            except TimeoutError:
+                raise StoreUnavailableError(f"a list did not end within {seconds:.2g} s") from None
+
+        return self._call(lambda client: asyncio.run(within(client)))
 
     def _call(self, call: Callable[[Any], T], nbytes: int = 0) -> T:
         """Runs a call of the library and translates its errors."""

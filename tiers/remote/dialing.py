@@ -8,14 +8,14 @@ import socket
 import ssl
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .object_store import StoreRefusedError, StoreUnavailableError
 from .resp import ErrorAnswer, RespConnection, command
 
-__all__ = ["Dialer", "ServerAddress"]
+__all__ = ["Dialer", "ServerAddress", "is_local"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class ServerAddress:
 
     host: str
     port: int
+    may_be_local: bool = field(default=True, compare=False)
+    """False for a node that another host has named: its name may not lead to this host."""
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -91,10 +93,23 @@ class Dialer:
                 raise StoreRefusedError(answer.text)
 
 
+def is_local(host: str) -> bool:
+    """Returns whether an address is one of this host, of its link, or of no single host."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host.rstrip(".").lower().endswith("localhost")
+    mapped = getattr(address, "ipv4_mapped", None) or address
+    return any((mapped.is_loopback, mapped.is_link_local, mapped.is_unspecified, mapped.is_multicast))
+
+
 def _connect(endpoint: ServerAddress, ends_at: float) -> socket.socket:
     """Connects to the first address of a host that accepts."""
     failure: OSError = OSError("the host has no address")
     for family, kind, protocol, _, address in _resolve(endpoint, ends_at):
+        if is_local(address[0]) and not endpoint.may_be_local:
+            failure = OSError("its name has an address of this host")
+            continue
         sock = socket.socket(family, kind, protocol)
         try:
             sock.settimeout(_seconds_until(ends_at))

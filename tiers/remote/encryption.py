@@ -12,6 +12,11 @@
 All numbers are little-endian. The tag covers the header, namespace, key of the block, sizes of the
 parts, and their bytes. So a value under another name is refused, and the value needs no checksum.
 
+An index of a pack (`pack_format`) has the same fields, with another magic number, 0 parts and the
+encrypted entries. Its tag covers the header, the path of the pack, and the entries. So only a
+server with the key can write a pack, and no pack can have the name of another one. The magic
+numbers keep the tags of values and indexes apart.
+
 The id of a key is a hash of the key. If two servers have different keys, their ids differ: a server
 without the right key cannot take the value of another server for a damaged one.
 
@@ -38,6 +43,7 @@ __all__ = ["KEY_BYTES", "EncryptedValues", "KeyRing"]
 
 KEY_BYTES = 32
 _MAGIC = b"kvt\x02"
+_INDEX_MAGIC = b"kvp\x04"
 _HEADER = struct.Struct("<4sI8s12s")
 _KEY_ID_BYTES = 8
 _NONCE_BYTES = 12
@@ -72,6 +78,8 @@ class EncryptedValues:
     """`ValueCodec` that encrypts. A namespace whose tenant has no key cannot be stored."""
 
     FORMAT: int = 2
+    PACK_FORMAT: int = 4
+    INDEX_SEAL_BYTES: int = _HEADER.size + _TAG_BYTES
 
     def __init__(self, keys: Callable[[], KeyRing]) -> None:
         """Calls `keys` for each block, on any thread.
@@ -93,13 +101,11 @@ class EncryptedValues:
         return _HEADER.size + block.nbytes + _TAG_BYTES
 
     def encode(self, block: BlockBytes) -> list[bytes | memoryview]:
-        keys = self._keys().keys_of(block.namespace)
-        if not keys:
-            raise TierError("the key file has no key for this tenant")
+        key = self._first_key(block.namespace)
         [value] = self.pieces_of(block)
         nonce = os.urandom(_NONCE_BYTES)
-        _HEADER.pack_into(value, 0, _MAGIC, len(block.parts), _key_id(keys[0]), nonce)
-        cipher = self._ciphers.Cipher(self._ciphers.algorithms.AES(keys[0]), self._ciphers.modes.GCM(nonce))
+        _HEADER.pack_into(value, 0, _MAGIC, len(block.parts), _key_id(key), nonce)
+        cipher = self._ciphers.Cipher(self._ciphers.algorithms.AES(key), self._ciphers.modes.GCM(nonce))
         encryptor = cipher.encryptor()
         encryptor.authenticate_additional_data(_bound_data(value, block))
         at = _HEADER.size
@@ -120,9 +126,8 @@ class EncryptedValues:
         magic, count, key_id, nonce = _HEADER.unpack_from(value)
         if magic != _MAGIC:
             return Outcome.CORRUPT
-        key = next((key for key in self._keys().keys_of(block.namespace) if _key_id(key) == key_id), None)
+        key = self._key_with(key_id, block.namespace)
         if key is None:
-            self._report_unknown(key_id)
             return Outcome.MISSING
         if count != len(block.parts) or value.nbytes != self.value_bytes(block):
             return Outcome.CORRUPT
@@ -140,6 +145,46 @@ class EncryptedValues:
         except self._wrong_tag:
             return Outcome.CORRUPT
         return Outcome.DONE
+
+    def seal_index(self, namespace: NamespaceId, path: str, entries: bytes) -> bytes:
+        key, nonce = self._first_key(namespace), os.urandom(_NONCE_BYTES)
+        header = _HEADER.pack(_INDEX_MAGIC, 0, _key_id(key), nonce)
+        encryptor = self._ciphers.Cipher(self._ciphers.algorithms.AES(key), self._ciphers.modes.GCM(nonce)).encryptor()
+        encryptor.authenticate_additional_data(header + path.encode())
+        return b"".join((header, encryptor.update(entries), encryptor.finalize(), encryptor.tag))
+
+    def open_index(self, namespace: NamespaceId, path: str, index: bytes) -> bytes | None:
+        if len(index) < self.INDEX_SEAL_BYTES:
+            raise ValueError("its index is too short")
+        magic, count, key_id, nonce = _HEADER.unpack_from(index)
+        if (magic, count) != (_INDEX_MAGIC, 0):
+            raise ValueError("its index is not an encrypted index")
+        key = self._key_with(key_id, namespace)
+        if key is None:
+            return None
+        mode = self._ciphers.modes.GCM(nonce, index[-_TAG_BYTES:])
+        decryptor = self._ciphers.Cipher(self._ciphers.algorithms.AES(key), mode).decryptor()
+        decryptor.authenticate_additional_data(index[: _HEADER.size] + path.encode())
+        entries: bytes = decryptor.update(index[_HEADER.size : -_TAG_BYTES])
+        try:
+            decryptor.finalize()
+        except self._wrong_tag:
+            raise ValueError("its index was not written under this name by a server with the key") from None
+        return entries
+
+    def _first_key(self, namespace: NamespaceId) -> bytes:
+        """Returns the key that encrypts. Raises `TierError` without one."""
+        keys = self._keys().keys_of(namespace)
+        if not keys:
+            raise TierError("the key file has no key for this tenant")
+        return keys[0]
+
+    def _key_with(self, key_id: bytes, namespace: NamespaceId) -> bytes | None:
+        """Returns the tenant's key with this id. Logs an unknown id."""
+        key = next((key for key in self._keys().keys_of(namespace) if _key_id(key) == key_id), None)
+        if key is None:
+            self._report_unknown(key_id)
+        return key
 
     def _report_unknown(self, key_id: bytes) -> None:
         with self._lock:

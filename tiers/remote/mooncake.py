@@ -32,7 +32,7 @@ from .object_store import OneNode, StoreUnavailableError
 from .remote_tier import RemoteTier
 from .value_codec import ValueCodec
 
-__all__ = ["MooncakeStore", "MooncakeTier"]
+__all__ = ["MooncakeStore", "MooncakeTier", "codes_in"]
 
 Piece = bytes | memoryview
 Place = tuple[int, int, int]
@@ -49,6 +49,11 @@ RPC_TIMEOUT = -901
 
 _COMBINED_BYTES = 512 << 10
 """A smaller value is copied into one piece: each piece is a transfer, which costs more."""
+_CODE_BYTES = 24
+"""Limit of the text of one code in an answer."""
+_MAX_OTHER_SIZES = 16
+"""Limit of the values of a call that are read again because they have another size. Each one is a
+call. The others are misses until the next load."""
 _CHECKED_NAME = "kvtier/check"
 
 
@@ -104,7 +109,7 @@ class MooncakeStore:
     def exists(self, names: Sequence[bytes]) -> list[bool]:
         """A value on a dead node counts as absent after a load of it has failed."""
         codes = self._ask("exist", names)
-        if any(code < 0 for code in codes):
+        if codes and max(codes) < 0:  # a single one is a miss of its name only
             raise _no_answer(min(codes))
         return [code == 1 and name not in self._process.suspects for code, name in zip(codes, names, strict=True)]
 
@@ -118,22 +123,34 @@ class MooncakeStore:
         wanted = [number for number, name in enumerate(names) if name not in self._process.suspects]
         sizes: list[int | None] = [None] * len(names)
         failed: dict[bytes, int] = {}
-        codes = self._get([names[number] for number in wanted], [values[number] for number in wanted])
-        for number, code in zip(wanted, codes, strict=True):
-            name, nbytes = names[number], sum(map(len, values[number]))
-            if code == nbytes:
+        unasked: dict[bytes, int] = {}
+        codes = dict(
+            zip(
+                wanted,
+                self._get([names[number] for number in wanted], [values[number] for number in wanted]),
+                strict=True,
+            )
+        )
+        for number, code in codes.items():
+            if code == sum(map(len, values[number])):
                 sizes[number] = code
             elif code in (RPC_FAIL, RPC_TIMEOUT):
-                raise _no_answer(code)
-            elif code != OBJECT_NOT_FOUND:
-                [size] = self._ask("size", [name])
-                if size == nbytes:  # the transfer has failed
-                    failed[name] = code
-                elif size >= 0:
-                    sizes[number] = self._get_other_size(name, values[number], size)
+                unasked[names[number]] = code
+        others = [
+            number
+            for number, code in codes.items()
+            if sizes[number] is None and code != OBJECT_NOT_FOUND and names[number] not in unasked
+        ][:_MAX_OTHER_SIZES]
+        other_sizes = self._ask("size", [names[number] for number in others]) if others else []
+        for number, size in zip(others, other_sizes, strict=True):
+            if size == sum(map(len, values[number])):  # the transfer has failed
+                failed[names[number]] = codes[number]
+            elif size >= 0:
+                sizes[number] = self._get_other_size(names[number], values[number], size)
         self._process.suspects.add(failed)
-        if failed and len(failed) == len(wanted):
-            raise _no_answer(min(failed.values()))
+        without_answer = failed | unasked
+        if without_answer and len(without_answer) == len(wanted):
+            raise _no_answer(min(without_answer.values()))
         return sizes
 
     def put(
@@ -241,8 +258,10 @@ class MooncakeStore:
             connection.settimeout(max(0.001, ends_at - time.monotonic()))
             socket.send_fds(connection, [LENGTH.pack(len(text))], fds)
             connection.sendall(text)
-            size = LENGTH.unpack(_receive(connection, LENGTH.size, ends_at))[0]
-            codes: list[int] = json.loads(_receive(connection, size, ends_at))
+            [size] = LENGTH.unpack(_receive(connection, LENGTH.size, ends_at))
+            # A larger answer is cut, and so invalid.
+            size = min(size, _CODE_BYTES * (1 + len(names)))
+            codes = codes_in(_receive(connection, size, ends_at), len(names))
         except TimeoutError as error:
             self._end_late_call(child, is_transfer=bool(places))
             if call == "get":
@@ -251,6 +270,9 @@ class MooncakeStore:
         except OSError as error:
             self._end_late_call(child, is_transfer=True)
             raise StoreUnavailableError("the client process has ended") from error
+        except (ValueError, RecursionError) as error:
+            self._end_late_call(child, is_transfer=True)
+            raise StoreUnavailableError(f"the client process sends a wrong answer: {error}") from error
         except BaseException:
             self._end_late_call(child, is_transfer=bool(places))
             raise
@@ -277,6 +299,14 @@ class MooncakeStore:
         link, self._link = self._link, None
         if link is not None:
             link[1].close()
+
+
+def codes_in(answer: bytes, count: int) -> list[int]:
+    """Returns the codes in an answer of the process. Raises ValueError."""
+    codes = json.loads(answer)
+    if not isinstance(codes, list) or len(codes) != count or any(type(code) is not int for code in codes):
+        raise ValueError(f"not {count} codes")
+    return codes
 
 
 def _receive(connection: socket.socket, nbytes: int, ends_at: float) -> bytes:

@@ -6,6 +6,7 @@ Health reports, circuit breakers, and the parts of the contract that are the sam
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
@@ -14,7 +15,7 @@ from ..base import BlockBytes, Entry, Medium, NamespaceId, RequestInfo, Secondar
 from ..negotiation import vote
 from ..storage.health import TierHealth
 from .limits import ByteBudget, CircuitBreaker
-from .object_store import StoreUnavailableError
+from .object_store import NotAskedError, StoreUnavailableError
 from .value_codec import ValueCodec, is_name
 
 __all__ = ["NetworkTier", "RemoteLimits"]
@@ -79,7 +80,7 @@ class NetworkTier(SecondaryTier):
         """Calls a node if its breaker permits it. Raises StoreUnavailableError and others."""
         breaker = self._breaker_of(node)
         if not breaker.permits():
-            raise StoreUnavailableError(breaker.reason)
+            raise NotAskedError(breaker.reason)
         try:
             result = call()
         except StoreUnavailableError as error:
@@ -111,6 +112,8 @@ class _Refusals:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.lost_seconds = 0.0
+        """Time of the calls that had no answer."""
 
     def __str__(self) -> str:
         return "; ".join(dict.fromkeys(self.texts))
@@ -118,9 +121,10 @@ class _Refusals:
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Ends the `with` block at an error of the store, and keeps the error."""
+        started = time.monotonic()
         try:
             yield
         except StoreUnavailableError:
-            pass
+            self.lost_seconds += time.monotonic() - started
         except TierError as error:
             self.texts.append(str(error))

@@ -12,11 +12,26 @@ from typing import Protocol
 
 from ..base import Outcome, TierError
 
-__all__ = ["ObjectStore", "OneNode", "StoreRefusedError", "StoreUnavailableError", "Topology"]
+__all__ = [
+    "UNREADABLE_BYTES",
+    "NotAskedError",
+    "ObjectStore",
+    "OneNode",
+    "StoreRefusedError",
+    "StoreUnavailableError",
+    "Topology",
+]
+
+UNREADABLE_BYTES = 1 << 62
+"""Size of a value that a client cannot receive, for example because it is no string."""
 
 
 class StoreUnavailableError(TierError):
     """The store did not answer before the deadline, or the connection failed."""
+
+
+class NotAskedError(StoreUnavailableError):
+    """The store was not asked, because its circuit breaker is open."""
 
 
 class StoreRefusedError(TierError):
@@ -40,7 +55,8 @@ class ObjectStore(Protocol):
     ) -> Iterable[int | None]:
         """Fills the pieces of values in order, and starts their time to live again.
 
-        Yields the sizes of the stored values, None for a missing one. If a value is larger than its
+        Yields the sizes of the stored values, None for a missing one, `UNREADABLE_BYTES` for one
+        that the client cannot receive. If a value is larger than its
         pieces, their content is undefined. A value can be used as soon as its size is yielded,
         while the store sends the next ones. The caller takes all sizes before the next call.
         """

@@ -1,27 +1,29 @@
 """Names and content of packs: objects that each hold the values of many blocks of one namespace.
 
 A name is `kvtier/packFORMAT/TENANT/NAMESPACE/HOUR/TIME-WRITER-INDEX`, for example
-`kvtier/pack1/00010203/0405060708090a0b0c0d0e0f/2026-11-25T03/1730250-0f1e2d3c4b5a6978-2c4`:
+`kvtier/pack3/00010203/0405060708090a0b0c0d0e0f/2026-11-25T03/1730250-0f1e2d3c4b5a6978-2c4`:
 
 | part | meaning |
 |---|---|
-| FORMAT | format of the values: 1, or 2 if they are encrypted |
+| FORMAT | 3, or 4 if index and values are encrypted |
 | TENANT | tag of the tenant, so permissions and lifecycle rules can be given per tenant |
 | HOUR, TIME | UTC time of the store: hour; minutes, seconds and milliseconds |
 | WRITER | random number, because two servers can store at the same time |
 | INDEX | size of the index in bytes, hexadecimal |
 
 So names sort by time, and one ranged read fetches the index. A pack is an index followed by the
-values of its blocks (`value_codec`, `encryption`) without gaps. An index is:
+values of its blocks (`value_codec`, `encryption`) without gaps. The entries of the index follow
+each other without gaps, too:
 
 | bytes | meaning |
 |---|---|
-| 4 | magic number with the format of the index |
-| 4 | number of entries |
-| 8 | checksum of the entries, seeded with the namespace |
-| per entry | 2 bytes size of the key, 8 bytes size of the value, key |
+| 2 | size of the key |
+| 8 | size of the value |
+| rest | key |
 
-All numbers are little-endian.
+All numbers are little-endian. The codec of the values seals the entries (`ValueCodec.seal_index`).
+The seal covers the name of the pack, which has the tenant, the namespace, the time and the size of
+the index.
 """
 
 from __future__ import annotations
@@ -34,10 +36,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Self
 
-import xxhash
-
 from ..base import NamespaceId
 from ..types import TENANT_TAG_BYTES
+from .value_codec import MAX_KEY_BYTES
 
 __all__ = [
     "FORMATS",
@@ -50,19 +51,21 @@ __all__ = [
     "format_folder",
     "format_of",
     "hour_of",
+    "is_hour",
     "mark_of",
     "start_of",
 ]
 
-FORMATS = (1, 2)
+FORMATS = (3, 4)
 """Formats of packs that a server of this version writes."""
 ROOT = "kvtier/"
 MAX_INDEX_BYTES = 4 << 20
 """More than an index of the largest batch with the longest keys."""
-_MAGIC = b"kvp\x01"
-_HEADER = struct.Struct("<4sIQ")
+MAX_ENTRIES = 1 << 16
+"""More blocks than a job has. The directory needs 9 MiB for these."""
 _ENTRY = struct.Struct("<HQ")
 _NAME = re.compile(r"(.+/)(\d{4}-\d\d-\d\dT\d\d)/(\d{7})-([0-9a-f]{16})-([0-9a-f]{1,6})", re.ASCII)
+_HOUR = re.compile(r"\d{4}-\d\d-\d\dT\d\d", re.ASCII)
 _FORMAT = re.compile(rf"{ROOT}pack(\d{{1,6}})/", re.ASCII)
 
 
@@ -81,10 +84,10 @@ class PackName:
         return cls(f"{mark_of(folder, written_at)}-{secrets.token_hex(8)}-{index_bytes:x}", written_at, index_bytes)
 
     @classmethod
-    def parse(cls, path: str) -> Self | None:
-        """Returns None if the path is not the name of a pack."""
+    def parse(cls, path: str, folder: str | None = None) -> Self | None:
+        """Returns None if the path is not the name of a pack, or not of one in this folder."""
         match = _NAME.fullmatch(path)
-        if match is None:
+        if match is None or folder not in (None, match.group(1)):
             return None
         _, hour, time, _, size = match.groups()
         try:
@@ -92,7 +95,7 @@ class PackName:
         except ValueError:
             return None
         nbytes = int(size, 16)
-        if not _HEADER.size <= nbytes <= MAX_INDEX_BYTES:
+        if not 0 < nbytes <= MAX_INDEX_BYTES:
             return None
         return cls(path, start.timestamp() + int(time[4:]) / 1000, nbytes)
 
@@ -106,19 +109,24 @@ class PackedValue:
     nbytes: int
 
 
-def format_folder(value_format: int) -> str:
+def format_folder(pack_format: int) -> str:
     """Returns the folder of all packs of a format."""
-    return f"{ROOT}pack{value_format}/"
+    return f"{ROOT}pack{pack_format}/"
 
 
-def folder_of(namespace: NamespaceId, value_format: int = 1) -> str:
+def folder_of(namespace: NamespaceId, pack_format: int = 3) -> str:
     """Returns the folder of a namespace's packs."""
-    return f"{format_folder(value_format)}{namespace[:TENANT_TAG_BYTES].hex()}/{namespace[TENANT_TAG_BYTES:].hex()}/"
+    return f"{format_folder(pack_format)}{namespace[:TENANT_TAG_BYTES].hex()}/{namespace[TENANT_TAG_BYTES:].hex()}/"
 
 
 def hour_of(written_at: float) -> str:
     """Returns the folder, below the namespace's, of packs of this time."""
     return f"{datetime.fromtimestamp(written_at, UTC):%Y-%m-%dT%H}"
+
+
+def is_hour(folder: str) -> bool:
+    """Returns whether a folder of a namespace can have packs."""
+    return _HOUR.fullmatch(folder) is not None
 
 
 def mark_of(folder: str, written_at: float) -> str:
@@ -142,31 +150,31 @@ def format_of(path: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def encode_index(namespace: NamespaceId, keys: Sequence[bytes], sizes: Sequence[int]) -> bytes:
-    """Returns the index of values of these sizes, in this order."""
-    entries = b"".join(_ENTRY.pack(len(key), size) + key for key, size in zip(keys, sizes, strict=True))
-    return _HEADER.pack(_MAGIC, len(keys), _checksum(namespace, entries)) + entries
+def encode_index(keys: Sequence[bytes], sizes: Sequence[int]) -> bytes:
+    """Returns the entries of values of these sizes, in this order."""
+    return b"".join(_ENTRY.pack(len(key), size) + key for key, size in zip(keys, sizes, strict=True))
 
 
-def decode_index(namespace: NamespaceId, index: bytes) -> list[PackedValue]:
-    """Returns the places of the values. Raises ValueError if the index is damaged."""
-    if len(index) < _HEADER.size:
-        raise ValueError("the index is too short")
-    magic, count, checksum = _HEADER.unpack_from(index)
-    if magic != _MAGIC or _checksum(namespace, index[_HEADER.size :]) != checksum:
-        raise ValueError("the index is damaged")
-    places: list[PackedValue] = []
-    at, offset = _HEADER.size, len(index)
-    try:
-        for _ in range(count):
-            key_bytes, nbytes = _ENTRY.unpack_from(index, at)
-            at += _ENTRY.size + key_bytes
-            places.append(PackedValue(index[at - key_bytes : at], offset, nbytes))
-            offset += nbytes
-    except struct.error as error:
-        raise ValueError("the index is damaged") from error
-    return places
+def decode_index(entries: bytes, index_bytes: int, pack_bytes: int) -> list[PackedValue]:
+    """Returns the places of the values in a pack of this size. Raises ValueError.
 
-
-def _checksum(namespace: NamespaceId, entries: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(entries, xxhash.xxh3_64_intdigest(namespace))
+    All places are within the pack, and each key occurs once.
+    """
+    places: dict[bytes, PackedValue] = {}
+    at, offset = 0, index_bytes
+    while at < len(entries):
+        if len(entries) - at < _ENTRY.size:
+            raise ValueError("its index has an incomplete entry")
+        key_bytes, nbytes = _ENTRY.unpack_from(entries, at)
+        at += _ENTRY.size
+        key = entries[at : at + key_bytes]
+        at += key_bytes
+        if len(key) != key_bytes or not 0 < key_bytes <= MAX_KEY_BYTES or key in places:
+            raise ValueError("its index has an invalid key")
+        if not 0 < nbytes <= pack_bytes - offset:
+            raise ValueError(f"its index has a value of {nbytes} bytes, which is outside of its {pack_bytes} bytes")
+        if len(places) == MAX_ENTRIES:
+            raise ValueError(f"its index has more than {MAX_ENTRIES} entries")
+        places[key] = PackedValue(key, offset, nbytes)
+        offset += nbytes
+    return list(places.values())

@@ -7,7 +7,6 @@ never deletes a pack: the store does that by age, or `kvtier remote gc`.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import defaultdict
@@ -31,14 +30,14 @@ from .value_codec import ValueCodec, is_name
 
 __all__ = ["PackTier"]
 
-_log = logging.getLogger(__name__)
-
 READ_BYTES = 8 << 20
 """Limit of the bytes of one ranged read, unless one block is larger. Reads run in parallel."""
 GAP_BYTES = 256 << 10
 """Blocks with a smaller gap are read together: 256 KiB take 3 ms at 100 MB/s, a request 20 ms."""
 THREADS = 8
 """Number of transfers at the same time, and of reads of indexes."""
+MAX_TRIED = 3
+"""Limit of the copies of a block that one load tries."""
 REWRITE_AFTER = 0.5
 """A repeated store writes a block again after this part of its time to live."""
 
@@ -91,7 +90,7 @@ class PackTier(NetworkTier):
             self._directory,
             self._indexes,
             self._call,
-            value_format=codec.FORMAT,
+            codec=codec,
             ttl_seconds=limits.ttl_seconds,
             clock=clock,
         )
@@ -103,58 +102,88 @@ class PackTier(NetworkTier):
         If the store does not answer, it has none of the blocks. If it refuses the list, it has
         those in the directory.
         """
-        valid = [name for name in keys if is_name(*name)]
+        valid = [name for name in keys if is_name(*name) and self._codec.can_store(name[0])]
         found: set[tuple[NamespaceId, bytes]] = set()
         with self._reporting("lookup") as refusals:
             if self._breaker_of(self._node).is_open:
                 self._ping()
             for namespace, wanted in _by_namespace(valid).items():
-                self._update(namespace, wanted, refusals.texts)
-                found |= {(namespace, key) for key in wanted if self._find(namespace, key) is not None}
+                with refusals.kept():  # the blocks of other namespaces may be known
+                    self._update(namespace, wanted, refusals.texts)
+                    found |= {(namespace, key) for key in wanted if self._find(namespace, key) is not None}
         return [name in found for name in keys]
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         """Writes the blocks that the store lacks, in packs."""
-        outcomes = {id(block): Outcome.FAILED for block in blocks}
-        storable: defaultdict[NamespaceId, list[BlockBytes]] = defaultdict(list)
+        outcomes: dict[tuple[NamespaceId, bytes], Outcome] = {}
+        storable: defaultdict[NamespaceId, dict[bytes, BlockBytes]] = defaultdict(dict)
         for block in blocks:
             if self._can_move(block):
-                storable[block.namespace].append(block)
-        with self._reporting("store"):
+                storable[block.namespace][block.key] = block
+        with self._reporting("store") as refusals:
             packs: list[tuple[NamespaceId, list[BlockBytes]]] = []
             for namespace, some in storable.items():
-                self._finder.update(namespace, [block.key for block in some])
-                fresh = {id(block) for block in some if self._is_fresh(block)}
-                outcomes |= dict.fromkeys(fresh, Outcome.DONE)
-                missing = [block for block in some if id(block) not in fresh]
-                packs += [(namespace, batch) for batch in batches(missing, self._pack_bytes)]
+                with refusals.kept():  # the packs of other namespaces may be readable
+                    self._finder.update(namespace, list(some))
+                    fresh = {key for key, block in some.items() if self._is_fresh(block)}
+                    outcomes |= dict.fromkeys(((namespace, key) for key in fresh), Outcome.DONE)
+                    missing = [block for key, block in some.items() if key not in fresh]
+                    packs += [(namespace, batch) for batch in batches(missing, self._pack_bytes)]
             results, errors = self._in_parallel(lambda pack: self._write_pack(*pack), packs)
-            for (_, batch), result in zip(packs, results, strict=True):
-                outcomes |= {id(block): result or Outcome.FAILED for block in batch}
+            for (namespace, batch), result in zip(packs, results, strict=True):
+                outcomes |= dict.fromkeys(((namespace, block.key) for block in batch), result or Outcome.FAILED)
             self._raise_first(errors)
-        return [outcomes[id(block)] for block in blocks]
+        return [outcomes.get((block.namespace, block.key), Outcome.FAILED) for block in blocks]
 
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Reads and verifies blocks."""
+        """Reads and verifies blocks. After a bad copy of a block it tries the next copy."""
         valid = {n: block for n, block in enumerate(blocks) if self._can_move(block)}
         outcomes = [Outcome.FAILED if n in valid else Outcome.MISSING for n in range(len(blocks))]
         with self._reporting("load") as refusals:
             for namespace, keys in _by_namespace([(block.namespace, block.key) for block in valid.values()]).items():
-                self._update(namespace, keys, refusals.texts)
-            by_pack: defaultdict[KnownPack, list[_Wanted]] = defaultdict(list)
-            for position, block in valid.items():
-                pack = self._find(block.namespace, block.key)
-                if pack is None:
-                    outcomes[position] = Outcome.MISSING
-                else:
-                    by_pack[pack].append(_Wanted(position, block, pack, pack.place(block.key)))
-            runs = [run for wanted in by_pack.values() for run in _runs(wanted)]
-            results, errors = self._in_parallel(self._read_run, runs)
-            for run, result in zip(runs, results, strict=True):
-                for wanted, outcome in zip(run, result or [Outcome.FAILED] * len(run), strict=True):
-                    outcomes[wanted.position] = outcome
+                with refusals.kept():
+                    self._update(namespace, keys, refusals.texts)
+                    for position, block in valid.items():
+                        if block.namespace == namespace:
+                            outcomes[position] = Outcome.MISSING
+            left = {n: block for n, block in valid.items() if outcomes[n] is Outcome.MISSING}
+            tried: dict[int, list[KnownPack]] = {position: [] for position in left}
+            errors: list[TierError] = []
+            for _ in range(MAX_TRIED):
+                errors += self._load_copies(left, tried, outcomes)
+                left = {n: block for n, block in left.items() if tried[n] and outcomes[n] is not Outcome.DONE}
+                if not left:
+                    break
             self._raise_first(errors)
         return outcomes
+
+    def _load_copies(
+        self, blocks: dict[int, BlockBytes], tried: dict[int, list[KnownPack]], outcomes: list[Outcome]
+    ) -> list[TierError]:
+        """Loads each block from its best copy that was not tried. Returns the errors of packs.
+
+        A block keeps its outcome if it has no further copy, or if that is missing in the store.
+        """
+        by_pack: defaultdict[KnownPack, list[_Wanted]] = defaultdict(list)
+        for position, block in blocks.items():
+            pack = self._directory.find_other(block.namespace, block.key, tried[position])
+            if pack is None or self._is_expired(pack):
+                continue
+            tried[position].append(pack)
+            place = pack.place(block.key)
+            if place.nbytes == self._codec.value_bytes(block):
+                by_pack[pack].append(_Wanted(position, block, pack, place))
+            else:  # its size must not decide what is read
+                outcomes[position] = self._forget_corrupt(pack, block)
+        runs = [run for wanted in by_pack.values() for run in _runs(wanted)]
+        results, errors = self._in_parallel(self._read_run, runs)
+        for run, result in zip(runs, results, strict=True):
+            for wanted, outcome in zip(run, result or [Outcome.FAILED] * len(run), strict=True):
+                if outcome is not Outcome.MISSING:
+                    outcomes[wanted.position] = outcome
+                if result is None:
+                    self._directory.forget_copy(wanted.pack, wanted.block.key)
+        return errors
 
     def free_disk_bytes(self) -> None:
         """Returns None. Checks the store, so that the status is right without any traffic."""
@@ -170,8 +199,8 @@ class PackTier(NetworkTier):
 
     def _ping(self) -> None:
         # No name sorts after it, so the answer is empty.
-        folder = format_folder(self._codec.FORMAT)
-        self._call(lambda: self._bucket.names(folder, f"{folder}~", 1))
+        folder = format_folder(self._codec.PACK_FORMAT)
+        self._call(lambda: self._bucket.listed(folder, f"{folder}~", 1))
 
     def _update(self, namespace: NamespaceId, keys: Sequence[bytes], refusals: list[str]) -> None:
         """Looks for new packs. If the store refuses that, the directory is still valid."""
@@ -183,9 +212,10 @@ class PackTier(NetworkTier):
     def _find(self, namespace: NamespaceId, key: bytes) -> KnownPack | None:
         """Returns the pack that has a block and has not expired."""
         pack = self._directory.find(namespace, key)
-        if pack is not None and self._clock() - pack.name.written_at >= self._limits.ttl_seconds:
-            return None
-        return pack
+        return None if pack is None or self._is_expired(pack) else pack
+
+    def _is_expired(self, pack: KnownPack) -> bool:
+        return self._clock() - pack.name.written_at >= self._limits.ttl_seconds
 
     def _is_fresh(self, block: BlockBytes) -> bool:
         pack = self._directory.find(block.namespace, block.key)
@@ -221,7 +251,10 @@ class PackTier(NetworkTier):
 
     def _write_pack(self, namespace: NamespaceId, blocks: Sequence[BlockBytes]) -> Outcome:
         keys, sizes = [block.key for block in blocks], [self._codec.value_bytes(block) for block in blocks]
-        index = encode_index(namespace, keys, sizes)
+        entries = encode_index(keys, sizes)
+        index_bytes = len(entries) + self._codec.INDEX_SEAL_BYTES
+        name = PackName.new(folder_of(namespace, self._codec.PACK_FORMAT), self._clock(), index_bytes)
+        index = self._codec.seal_index(namespace, name.path, entries)
         total = len(index) + sum(sizes)
         with self._budget.reserve(total), self._buffers.lend(total) as buffer:
             buffer[: len(index)] = index
@@ -229,14 +262,13 @@ class PackTier(NetworkTier):
             for block, size in zip(blocks, sizes, strict=True):
                 _join(self._codec.encode(block), buffer[at : at + size])
                 at += size
-            name = PackName.new(folder_of(namespace, self._codec.FORMAT), self._clock(), len(index))
             try:
                 self._call(lambda: self._bucket.write(name.path, buffer))
             except StoreFullError as error:
                 self._health.report("space", f"{self._node}: {error}")
                 return Outcome.NO_SPACE
         self._health.report("space", None)
-        self._finder.stored(KnownPack(namespace, name, decode_index(namespace, index)))
+        self._finder.stored(KnownPack(namespace, name, decode_index(entries, index_bytes, total)))
         return Outcome.DONE
 
     def _read_run(self, run: Sequence[_Wanted]) -> list[Outcome]:
@@ -256,21 +288,22 @@ class PackTier(NetworkTier):
             return outcomes
 
     def _decode(self, wanted: _Wanted, value: memoryview) -> Outcome:
-        """Fills a block. Stops using a value that is not DONE.
-
-        The pack stays, because its other values can be good.
-        """
+        """Fills a block. Stops using a value that is not DONE."""
         block = wanted.block
-        pieces = [value]
-        if value.nbytes <= self._codec.value_bytes(block):
-            pieces = self._codec.pieces_of(block)
-            _divide(value, pieces)
+        pieces = self._codec.pieces_of(block)
+        _divide(value, pieces)
         outcome = self._codec.decode(pieces, value.nbytes, block)
         if outcome is Outcome.CORRUPT:
-            _log.warning("tier %s: block %s in %s is corrupt", self.name, block.key.hex(), wanted.pack.name.path)
+            return self._forget_corrupt(wanted.pack, block)
         if outcome is not Outcome.DONE:
             self._directory.forget(wanted.pack, block.key)
         return outcome
+
+    def _forget_corrupt(self, pack: KnownPack, block: BlockBytes) -> Outcome:
+        """Stops using a value. The pack stays, because its other values can be good."""
+        self._finder.warn("tier %s: block %s in %s is corrupt", self.name, block.key.hex(), pack.name.path)
+        self._directory.forget(pack, block.key)
+        return Outcome.CORRUPT
 
 
 class _Buffers:

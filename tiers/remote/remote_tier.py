@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -30,6 +31,9 @@ UNREADABLE_SECONDS = 7200.0
 """A value that this server cannot decode is not asked for again during this time."""
 UNREADABLE_TTL_SECONDS = 3600.0
 """Time to live of a value that this server cannot decode, unless a server that can uses it."""
+LOST_DEADLINES = 4.0
+"""A job ends after it has waited this many deadlines for nodes without an answer. A cluster of a
+thousand such nodes would otherwise keep a thread for minutes."""
 LOOKUP_NAMES = 1024
 """Limit of the names of one call."""
 
@@ -69,6 +73,8 @@ class RemoteTier(NetworkTier):
         answers = [False] * len(keys)
         with self._reporting("lookup") as errors:
             for node, numbers in self._by_node([names[place] for place in places]).items():
+                if errors.lost_seconds > LOST_DEADLINES * self._limits.deadline_seconds:
+                    break
                 with errors.kept():
                     for start in range(0, len(numbers), LOOKUP_NAMES):
                         some = [places[number] for number in numbers[start : start + LOOKUP_NAMES]]
@@ -96,6 +102,8 @@ class RemoteTier(NetworkTier):
             nodes = self._ask_topology(lambda topology: topology.nodes())
             self._forget_nodes_except(nodes)
             for node in nodes:
+                if errors.lost_seconds > LOST_DEADLINES * self._limits.deadline_seconds:
+                    break
                 with errors.kept():
                     self._call(node, lambda client: client.ping())
 
@@ -118,6 +126,8 @@ class RemoteTier(NetworkTier):
         with self._reporting(operation) as errors:
             names = self._names_of([blocks[place] for place in valid])
             for node, numbers in self._by_node(names).items():
+                if errors.lost_seconds > LOST_DEADLINES * self._limits.deadline_seconds:
+                    break
                 places = iter([valid[number] for number in numbers])
                 with errors.kept():
                     for window in batches([blocks[valid[number]] for number in numbers], self._window_bytes):
@@ -186,8 +196,10 @@ class RemoteTier(NetworkTier):
                 outcomes.append(Outcome.MISSING if size is None else self._decode(block, pieces, size))
 
         self._call(node, load)
+        # The others are deleted after their next load: each deletion can take as long as a call.
+        ends_at = time.monotonic() + self._limits.deadline_seconds
         for place, outcome in enumerate(outcomes):
-            if outcome is Outcome.CORRUPT:
+            if outcome is Outcome.CORRUPT and time.monotonic() < ends_at:
                 outcomes[place] = self._delete(node, blocks[place], names[place], values[place], sizes[place])
         received = zip(names, outcomes, sizes, strict=True)
         unreadable = [name for name, outcome, size in received if outcome is Outcome.MISSING and size]
@@ -209,7 +221,12 @@ class RemoteTier(NetworkTier):
             self._call(node, lambda client: client.renew(unreadable, ttl))
 
     def _decode(self, block: BlockBytes, pieces: Sequence[memoryview], nbytes: int) -> Outcome:
-        """Decodes a value. One that is larger than its pieces is corrupt."""
+        """Decodes a value. One that is larger than its pieces is corrupt.
+
+        It is MISSING, which means that it is not deleted, if it is too large to be read for that.
+        """
+        if nbytes > self._window_bytes + self._codec.value_bytes(block):
+            return Outcome.MISSING
         if nbytes > self._codec.value_bytes(block):
             return Outcome.CORRUPT
         try:
@@ -250,10 +267,20 @@ class RemoteTier(NetworkTier):
     def _client_of_this_thread(self, node: str) -> ObjectStore:
         clients: dict[str, ObjectStore] = self._mine.__dict__.setdefault("clients", {})
         if node not in clients:
-            clients[node] = self._topology.connect(node)
+            new = self._topology.connect(node)
+            self._close_clients_except(clients, {node, *self._topology.nodes()})
+            clients[node] = new
             with self._connecting:
-                self._clients.append(clients[node])
+                self._clients.append(new)
         return clients[node]
+
+    def _close_clients_except(self, clients: dict[str, ObjectStore], nodes: set[str]) -> None:
+        """Closes the clients of this thread for nodes that have left the cluster."""
+        for node in clients.keys() - nodes:
+            client = clients.pop(node)
+            with self._connecting:
+                self._clients.remove(client)
+            client.close()
 
     def _forget_nodes_except(self, nodes: Sequence[str]) -> None:
         """Forgets the errors of nodes that have left the cluster."""

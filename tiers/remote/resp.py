@@ -29,6 +29,11 @@ _MAX_TEXT_BYTES = 1 << 20
 _MAX_VALUE_BYTES = 1 << 32
 _MAX_ITEMS = 1 << 16
 _MAX_DEPTH = 4
+_MAX_ANSWER_BYTES = 16 << 20
+"""Limit of the memory of one answer with all its parts. Slots of a cluster in 16,384 pieces need
+less."""
+_ITEM_BYTES = 64
+"""Memory of a part of an answer, besides its text."""
 _SHORTEST_SECONDS = 1e-3
 """To the kernel, a timeout of 0 means none."""
 _PIECES = 64
@@ -72,10 +77,17 @@ class RespConnection:
         self._buffer = memoryview(self._bytes)
         self._start = self._end = 0
         """Received bytes in the buffer that are not used yet."""
+        self._left_bytes = 0
+        """Memory that the rest of an answer may need."""
 
     def set_deadline(self, ends_at: float) -> None:
         """Sets the time, on the monotonic clock, at which the calls fail."""
         self._ends_at = ends_at
+
+    def check_unused(self) -> None:
+        """Raises StoreUnavailableError if the server has sent more answers than were read."""
+        if self._start < self._end:
+            raise StoreUnavailableError("the store has sent an answer too many")
 
     def close(self) -> None:
         self._socket.close()
@@ -92,6 +104,7 @@ class RespConnection:
 
     def read(self) -> Answer:
         """Receives the answer to one command, except values of blocks."""
+        self._left_bytes = _MAX_ANSWER_BYTES
         return self._read(_MAX_DEPTH)
 
     def read_value(self, pieces: Sequence[memoryview]) -> int | ErrorAnswer | None:
@@ -114,6 +127,7 @@ class RespConnection:
 
     def _read(self, depth: int) -> Answer:
         line = self._line()
+        self._count(_ITEM_BYTES + len(line))
         kind = line[:1]
         if kind == b"+":
             return line[1:]
@@ -127,10 +141,16 @@ class RespConnection:
         size = _length(line, b"$", _MAX_TEXT_BYTES)
         if size is None:
             return None
+        self._count(size)
         text = bytearray(size)
         self._fill(_first([memoryview(text)], size))
         self._end_of_text()
         return bytes(text)
+
+    def _count(self, nbytes: int) -> None:
+        self._left_bytes -= nbytes
+        if self._left_bytes < 0:
+            raise StoreUnavailableError("the store sends an answer that is too large")
 
     def _line(self) -> bytes:
         """Returns the next line without its end."""

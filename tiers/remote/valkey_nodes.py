@@ -6,6 +6,7 @@ of blocks have no braces, so a slot depends on the whole name.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from binascii import crc_hqx
@@ -14,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ..base import TierError
-from .dialing import ServerAddress
+from .dialing import ServerAddress, is_local
 from .limits import CircuitBreaker
 from .object_store import StoreRefusedError, StoreUnavailableError
 from .resp import Answer, command
@@ -25,6 +26,9 @@ __all__ = ["SLOTS", "ValkeyNodes", "owners_in", "slot_of"]
 SLOTS = 16384
 REFRESH_SECONDS = 1.0
 """Minimum time between two reads of a cluster's slots."""
+MAX_NODES = 1000
+"""Limit of the nodes of a cluster with slots. Valkey recommends at most as many."""
+_HOST = re.compile(r"[\w.:%-]{1,253}", re.ASCII)
 
 
 def slot_of(name: bytes) -> int:
@@ -79,7 +83,10 @@ class ValkeyNodes:
         return [owners[slot_of(name)] for name in names]
 
     def connect(self, node: str) -> ValkeyStore:
-        return self._open_client(self._endpoints[node], self._deadline_seconds, self._moved)
+        endpoint = self._endpoints.get(node)
+        if endpoint is None:
+            raise StoreUnavailableError("the node has left the cluster")
+        return self._open_client(endpoint, self._deadline_seconds, self._moved)
 
     def failed(self, node: str) -> None:
         self._ask_last(node)
@@ -157,7 +164,8 @@ class ValkeyNodes:
         endpoints = {str(owner): owner for owner in owners if owner}
         if not endpoints:
             raise StoreUnavailableError(f"{node}: no node of the cluster has slots")
-        self._endpoints |= endpoints
+        seeds = {name: self._endpoints[name] for name in self._seeds}
+        self._endpoints = endpoints | seeds
         self._order = [*(name for name in endpoints if name not in self._order), *self._order]
         self._order = [name for name in self._order if name in endpoints or name in self._seeds]
         return _Table([str(owner) if owner else None for owner in owners])
@@ -167,15 +175,23 @@ def owners_in(answer: Answer, asked_host: str) -> list[ServerAddress | None]:
     """Returns the primary of each slot in an answer to `CLUSTER SLOTS`.
 
     Raises `StoreUnavailableError` if the answer is not valid. A node without a host is the host
-    that was asked.
+    that was asked. A node can have any address of the network, because a cluster can grow, but not
+    one of this host: this server sends the password to it.
     """
     owners: list[ServerAddress | None] = [None] * SLOTS
+    known: set[ServerAddress] = set()
     for entry in answer if isinstance(answer, list) else [None]:
         match entry:
             case [int(first), int(last), [bytes() | None as host, int(port), *_], *_] if (
                 0 <= first <= last < SLOTS and 0 < port < 1 << 16
             ):
-                owner = ServerAddress((host or b"").decode("utf-8", "replace") or asked_host, port)
+                name = (host or b"").decode("utf-8", "replace") or asked_host
+                owner = ServerAddress(name, port, may_be_local=is_local(asked_host))
+                if not _HOST.fullmatch(name) or (is_local(name) and not owner.may_be_local):
+                    raise StoreUnavailableError(f"the store names a node at {owner!s:.99}, which is no remote host")
+                known.add(owner)
+                if len(known) > MAX_NODES:
+                    raise StoreUnavailableError(f"the store names more than {MAX_NODES} nodes")
                 owners[first : last + 1] = [owner] * (last + 1 - first)
             case _:
                 raise StoreUnavailableError("the store sends invalid slots of its cluster")

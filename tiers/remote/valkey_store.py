@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from ..base import Outcome
-from .object_store import StoreRefusedError, StoreUnavailableError
+from .object_store import UNREADABLE_BYTES, StoreRefusedError, StoreUnavailableError
 from .resp import Answer, ErrorAnswer, Piece, RespConnection, command
 
 __all__ = ["ValkeyStore", "check"]
@@ -28,7 +28,10 @@ DELETE_IF_EQUAL = b"if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.c
 """Script: Valkey has `DELIFEQ` since version 9, Redis has no such command in version 8.2."""
 
 _MOVED = frozenset(("MOVED", "ASK", "TRYAGAIN"))
-"""Errors of a name that another node of a cluster has."""
+"""Errors of a name that another node of a cluster has. They are never followed: the nodes are read
+again from a node that is known."""
+_WRONG_TYPE = "WRONGTYPE"
+"""Error of a name whose value is no string."""
 _UNAVAILABLE = frozenset(("CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY"))
 """Errors of a node that has no data now. A new connection may reach another one."""
 
@@ -75,7 +78,7 @@ class ValkeyStore:
         try:
             for answer in answers:
                 received.append(answer)
-                yield None if isinstance(answer, ErrorAnswer) else answer
+                yield _size_in(answer)
         except BaseException:
             connection.close()
             raise
@@ -83,7 +86,11 @@ class ValkeyStore:
             connection.close()
         else:
             self._connection = connection
-        self._checked(received)
+        # An error of one name is a miss of this name only.
+        errors = [answer for answer in received if isinstance(answer, ErrorAnswer)]
+        if len(errors) < len(received):
+            errors = [error for error in errors if error.code in _MOVED | _UNAVAILABLE]
+        self._checked(errors)
 
     def put(
         self, names: Sequence[bytes], value_of: Callable[[int], Sequence[Piece]], ttl_seconds: float
@@ -158,6 +165,7 @@ class ValkeyStore:
         connection = self._connection
         connection.set_deadline(ends_at)
         try:
+            connection.check_unused()
             return exchange(connection)
         except BaseException:
             self._disconnect()  # the rest of the answers would be taken for those of the next call
@@ -172,9 +180,9 @@ class ValkeyStore:
 def check(answer: object) -> bool:
     """Returns whether an answer says that the name has moved. Raises for other errors.
 
-    A server without memory is no error.
+    A server without memory is no error, and neither is a value of another type.
     """
-    if not isinstance(answer, ErrorAnswer) or answer.code == "OOM":
+    if not isinstance(answer, ErrorAnswer) or answer.code in ("OOM", _WRONG_TYPE):
         return False
     if answer.code in _MOVED:
         return True
@@ -210,6 +218,12 @@ def _get(
         connection.read()  # a user who may only read cannot renew
         requested_bytes -= sizes[number]
         yield answer
+
+
+def _size_in(answer: int | ErrorAnswer | None) -> int | None:
+    if isinstance(answer, ErrorAnswer):
+        return UNREADABLE_BYTES if answer.code == _WRONG_TYPE else None
+    return answer
 
 
 def _outcome(answer: Answer) -> Outcome:

@@ -14,6 +14,13 @@ A value of format 1 is a header and the parts of the block:
 | 8 | checksum of namespace, key and parts (`block_checksum`) |
 | 8 each | size of each part |
 
+An index of a pack (`pack_format`) has a seal of 12 bytes before its entries:
+
+| bytes | meaning |
+|---|---|
+| 4 | magic number with the format |
+| 8 | checksum of the entries, seeded with the name of the pack |
+
 All numbers are little-endian.
 """
 
@@ -23,12 +30,17 @@ import struct
 from collections.abc import Sequence
 from typing import Protocol
 
+import xxhash
+
 from ..base import BlockBytes, NamespaceId, Outcome
 from ..storage.checksum import block_checksum
 from ..types import TENANT_TAG_BYTES
 
 __all__ = [
     "FORMAT",
+    "INDEX_SEAL_BYTES",
+    "MAX_KEY_BYTES",
+    "PACK_FORMAT",
     "ValueCodec",
     "can_store",
     "decode",
@@ -36,15 +48,21 @@ __all__ = [
     "is_name",
     "known_keys",
     "name_of",
+    "open_index",
     "pieces_of",
+    "seal_index",
     "value_bytes",
 ]
 
 FORMAT: int = 1
+PACK_FORMAT: int = 3
+INDEX_SEAL_BYTES: int = 12
 _MAGIC = b"kvt" + bytes([FORMAT])
 _HEADER = struct.Struct("<4sIQ")
 _NAMESPACE_BYTES = 16
-_MAX_KEY_BYTES = 1024
+_INDEX_MAGIC = b"kvp\x03"
+_SEAL = struct.Struct("<4sQ")
+MAX_KEY_BYTES = 1024
 
 
 class ValueCodec(Protocol):
@@ -52,6 +70,10 @@ class ValueCodec(Protocol):
 
     FORMAT: int
     """Part of the names of values, so that servers of another format do not see them."""
+    PACK_FORMAT: int
+    """Part of the names of packs."""
+    INDEX_SEAL_BYTES: int
+    """Bytes that `seal_index` adds."""
 
     def can_store(self, namespace: NamespaceId, /) -> bool:
         """Returns whether values of this namespace can be encoded and decoded."""
@@ -82,9 +104,20 @@ class ValueCodec(Protocol):
         """
         ...
 
+    def seal_index(self, namespace: NamespaceId, path: str, entries: bytes, /) -> bytes:
+        """Returns the index of a pack with this path. Raises `TierError`."""
+        ...
+
+    def open_index(self, namespace: NamespaceId, path: str, index: bytes, /) -> bytes | None:
+        """Returns the entries of an index; None if only other servers can read it.
+
+        Raises ValueError if it is not the index of this pack.
+        """
+        ...
+
 
 def is_name(namespace: NamespaceId, key: bytes) -> bool:
-    return len(namespace) == _NAMESPACE_BYTES and 0 < len(key) <= _MAX_KEY_BYTES
+    return len(namespace) == _NAMESPACE_BYTES and 0 < len(key) <= MAX_KEY_BYTES
 
 
 def name_of(namespace: NamespaceId, key: bytes, value_format: int = FORMAT) -> bytes:
@@ -127,3 +160,18 @@ def decode(pieces: Sequence[memoryview], nbytes: int, block: BlockBytes) -> Outc
     # The parts are the other pieces.
     is_good = block_checksum(block.namespace, block.key, parts) == checksum
     return Outcome.DONE if is_good else Outcome.CORRUPT
+
+
+def seal_index(_namespace: NamespaceId, path: str, entries: bytes) -> bytes:
+    return _SEAL.pack(_INDEX_MAGIC, _index_checksum(path, entries)) + entries
+
+
+def open_index(_namespace: NamespaceId, path: str, index: bytes) -> bytes:
+    entries = index[_SEAL.size :]
+    if len(index) < _SEAL.size or _SEAL.unpack_from(index) != (_INDEX_MAGIC, _index_checksum(path, entries)):
+        raise ValueError("its index is damaged, or of another pack")
+    return entries
+
+
+def _index_checksum(path: str, entries: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(entries, xxhash.xxh3_64_intdigest(path.encode()))

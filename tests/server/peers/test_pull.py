@@ -78,8 +78,9 @@ def test_a_pull_fills_the_parts() -> None:
         ([_frame(0, 12288)[:100]], OSError),
         ([b"HTTP/1.1 400 Bad Request\r\n\r\n"], ValueError),
         ([frames.pack_error(status_of("LEASE_NOT_FOUND", "gone"))], PullRefusedError),
+        ([frames.pack_answer(5, b"\xff" * 9)], ValueError),
     ],
-    ids=["damaged", "too few", "not from the start", "twice", "closed", "another protocol", "refused"],
+    ids=["damaged", "too few", "not from the start", "twice", "closed", "another protocol", "refused", "no status"],
 )
 def test_wrong_answers_are_errors(sent: list[bytes], error: type[Exception]) -> None:
     with _peer(lambda connection: connection.send(sent)) as connections, pytest.raises(error):

@@ -442,6 +442,19 @@ def test_a_damaged_index_record_is_removed(tmp_path: Path, caplog: pytest.LogCap
     again.close()
 
 
+def test_a_check_allocates_no_impossible_size(tmp_path: Path) -> None:
+    """A record with a valid checksum can announce any size; a repair removes it."""
+    tier = opened(tmp_path)
+    tier.store([full(b"0", content(0, (70_000,)))])
+    name = SPACE + b"1"
+    with tier._store.env.begin(write=True) as txn:
+        txn.put(name, BlockRecord(7, 0, ((1 << 64) - 1,)).pack(name), db=tier._store.index)
+    for repair in (True, False):
+        found = tier.check_slice(b"", repair=repair)
+        assert [finding.name for finding in found.findings] == [name] * repair
+    tier.close()
+
+
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("pages", [0, 1, 150, 1000, 0xFFFFFFFF])
 def test_a_damaged_page_header_frees_no_pages_of_other_blocks(

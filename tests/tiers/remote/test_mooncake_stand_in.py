@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -18,8 +18,10 @@ from harness.polling import wait_until
 from kvtier.cuda.host.region import HostRegion
 from kvtier.tiers.base import BlockBytes, TierOpenError
 from kvtier.tiers.remote import mooncake_process
-from kvtier.tiers.remote.mooncake import MooncakeTier
+from kvtier.tiers.remote.mooncake import MooncakeStore, MooncakeTier, codes_in
+from kvtier.tiers.remote.mooncake_process import MooncakeProcess, MooncakeSettings
 from kvtier.tiers.remote.network_tier import RemoteLimits
+from kvtier.tiers.remote.object_store import StoreUnavailableError
 from kvtier.tiers.remote.value_codec import name_of
 
 PATIENT = RemoteLimits(deadline_seconds=20.0)
@@ -152,6 +154,54 @@ def test_a_crash_of_the_client_is_a_miss(tier: MooncakeTier) -> None:
     child._process.kill()
     child.thread.join()
     assert fetch(tier, key(1), (1,)) == (b"x",)
+
+
+class Lies(MooncakeStore):
+    """A client whose process answers each call with these codes."""
+
+    def __init__(self, codes: dict[str, list[int]]) -> None:
+        super().__init__(MooncakeProcess(MooncakeSettings("host:1")), 1.0)
+        self.codes = codes
+        self.calls: list[str] = []
+
+    def _call(self, call: str, names: Sequence[bytes], places: object) -> list[int]:
+        self.calls.append(call)
+        return (self.codes[call] * len(names))[: len(names)]
+
+
+def pieces(count: int) -> list[list[memoryview]]:
+    return [[memoryview(bytearray(10))] for _ in range(count)]
+
+
+def test_an_error_of_one_name_is_a_miss_of_this_name() -> None:
+    """Also in a lookup. If all names have errors, the node does not answer."""
+    names = [b"a", b"b", b"c"]
+    store = Lies({"exist": [1, -600, 0], "get": [10, -900, -704]})
+    assert store.exists(names) == [True, False, False]
+    assert store.get(names, pieces(3), 1.0) == [10, None, None]
+    store.codes = {"exist": [-1], "get": [-900]}
+    for call in (lambda: store.exists(names), lambda: store.get(names, pieces(3), 1.0)):
+        with pytest.raises(StoreUnavailableError):
+            call()
+    store.close()
+
+
+def test_sizes_that_lie_cost_a_bounded_number_of_calls() -> None:
+    """One call for all sizes, and at most 16 for values of other sizes."""
+    names = [b"%d" % number for number in range(1000)]
+    store = Lies({"get": [3], "size": [7]})
+    sizes = store.get(names, pieces(1000), 1.0)
+    assert sizes == [7] * 16 + [None] * 984
+    assert store.calls == ["get", "size"] + ["get"] * 16
+    store.codes = {"get": [-800], "size": [1 << 60]}
+    assert store.get(names[:2], pieces(2), 1.0) == [1 << 60] * 2
+    store.close()
+
+
+@pytest.mark.parametrize("answer", [b"", b"{}", b"[1]", b"[1, 2, 3]", b'[1, "2"]', b"[1, true]", b"[1, 2.5]", b"[1, 2"])
+def test_answers_of_the_process_have_a_code_for_each_name(answer: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - also those of json
+        codes_in(answer, 2)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
