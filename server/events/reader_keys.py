@@ -57,7 +57,7 @@ class ReaderKeyFile:
         self.secret, self._readers = _read(path)
 
     def readers(self) -> Mapping[bytes, bytes | None]:
-        """Returns the public keys and their tenants (None: all). Reads the file again if it changed."""
+        """Returns the public keys and their tenants (None: all). Reads a changed file again."""
         version = file_version(self._path)
         if version != self._version:
             self._version = version
