@@ -17,7 +17,7 @@ from ..config.schema import Config
 from ..process.child import Child, RestartBackoff
 from ..telemetry.logs import get_logger
 from .broker import BulkBroker
-from .messages import Listening, Setup, ToChild, decode_from_child, encode
+from .messages import Listening, Ping, Pong, Setup, ToChild, decode_from_child, encode
 
 __all__ = ["BulkProcess"]
 
@@ -25,7 +25,12 @@ _log = get_logger(__name__)
 
 _HANDOVER_BYTES = 16
 _END_SECONDS = 1.0
-"""Half of a client's call timeout, so that `CompleteStore` succeeds even if the child hangs."""
+"""Time for the child to end after its socket was closed; then it is killed."""
+_ANSWER_SECONDS = 5.0
+"""Time without an answer to a `Ping` after which the child is stuck. On a machine with 2 busy cores
+an answer took more than a second, and a kill ends the streams of all tenants."""
+_DETACH_SECONDS = 30.0
+"""Time after which a stream that does not detach from its slots is stuck, although the child answers."""
 
 
 class BulkProcess:
@@ -49,6 +54,8 @@ class BulkProcess:
         self._handover: socket.socket | None = None
         """Connected to the child while the child serves."""
         self._port = 0
+        self._answers = 0
+        """Number of `Pong` messages."""
 
     def locate(self) -> int | None:
         """Starts the child if needed. Returns its TCP port (0 for none); None until it is ready."""
@@ -69,14 +76,22 @@ class BulkProcess:
         return True
 
     async def end_writers(self, store_id: int) -> None:
-        """Ends streams that write to a store; kills the child if they do not end in a second."""
+        """Ends the streams that write to a store. Kills the child only if it is stuck."""
+        loop = asyncio.get_running_loop()
+        stuck_at = loop.time() + _DETACH_SECONDS
         while events := self._broker.end_streams_of_store(store_id):
+            answers = self._answers
+            self._send(Ping())
             try:
-                await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), _END_SECONDS)
+                # Without `gather`: a cancelled call would leave an exception that nothing retrieves.
+                async with asyncio.timeout(_ANSWER_SECONDS):
+                    for event in events:
+                        await event.wait()
             except TimeoutError:
-                _log.error("the bulk process does not answer and is killed")
-                if self._child is not None:
-                    self._child.kill()
+                if self._answers == answers or loop.time() >= stuck_at:
+                    _log.error("the bulk process does not answer and is killed")
+                    if self._child is not None:
+                        self._child.kill()
         await self._broker.writers.idle(store_id)
 
     async def close(self) -> None:
@@ -150,6 +165,8 @@ class BulkProcess:
         if isinstance(message, Listening):
             self._port, self._handover = message.port, handover
             _log.info("bulk process serves", pid=self._child and self._child.pid, port=message.port)
+        elif isinstance(message, Pong):
+            self._answers += 1
         else:
             self._broker.handle(message)
 

@@ -28,8 +28,9 @@ _MAX_CONNECTIONS = 64
 
 Also the maximum number of streams Push and Pull over gRPC that one session may have.
 """
-_MAX_ALL_CONNECTIONS, _MAX_TENANT_CONNECTIONS = 4096, 2048
-"""Maximum number of such connections of all sessions, and of the sessions of a tenant."""
+_MAX_ALL_CONNECTIONS = 4096
+"""Maximum number of such connections of all sessions. A tenant gets as many as are then free, at
+most half of them. So a further tenant always finds some."""
 _MAX_MODELS = 1024
 _MAX_MODEL_LENGTH = 128
 _MAX_SHOWN_GROUPS = 32
@@ -299,7 +300,7 @@ class SessionRegistry:
         if len(session.disconnects) >= _MAX_CONNECTIONS:
             raise Refused("LIMIT_EXCEEDED", f"the session has {_MAX_CONNECTIONS} connections for calls")
         tenant = session.core.tenant
-        if self._connections.total() >= _MAX_ALL_CONNECTIONS or self._connections[tenant] >= _MAX_TENANT_CONNECTIONS:
+        if self._connections[tenant] >= _MAX_ALL_CONNECTIONS - self._connections.total():
             raise Refused("LIMIT_EXCEEDED", "the tenant or the server has too many connections for calls")
         session.disconnects.add(disconnect)
         self._connections[tenant] += 1
