@@ -20,7 +20,7 @@ from ..auth.roles import CALLER, OWNER, is_public
 from ..refused import Refused
 from ..telemetry.logs import get_logger
 from ..telemetry.tracing import Tracing
-from .receptions import LOCAL_OR_REMOTE, PUBLIC, GrpcCaller, Receptions, StreamShares
+from .receptions import LOCAL_OR_REMOTE, PUBLIC, GrpcCaller, Receptions, RefusalPace, StreamShares
 from .request_bounds import RequestBounds
 
 __all__ = ["RefusalInterceptor"]
@@ -59,6 +59,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         self.tracing = tracing
         self.audit_log = audit_log
         self.bounds = bounds
+        self.refusal_pace = RefusalPace()
         self._authorize = authorize
         # Callers over TCP take no place of the Unix socket, and no place of a health check.
         self._receptions = {
@@ -74,7 +75,8 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler: Any = await continuation(handler_call_details)
-        if handler is None:
+        if handler is None:  # gRPC refuses an unknown method
+            await self.refusal_pace.wait()
             return None
         # For gRPC each call has a stream of requests, because gRPC calls such a handler before it
         # receives a request. On the wire both kinds are equal.
@@ -268,5 +270,7 @@ class _Outcome:
         self._interceptor.refused(self._method, reason)
         if self._interceptor.audit_log is not None:
             self._interceptor.audit_log.record_refusal(self._method, context, reason)
+        if reason == "UNAUTHENTICATED":
+            await self._interceptor.refusal_pace.wait()
         retry_after = error.retry_after if isinstance(error, Refused) else None
         await context.abort(self._code, message, error_details(reason, message, retry_after))

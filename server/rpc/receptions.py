@@ -19,13 +19,19 @@ import grpc
 
 from ..refused import Refused
 
-__all__ = ["LOCAL_OR_REMOTE", "PUBLIC", "GrpcCaller", "ReceptionLimits", "Receptions", "StreamShares"]
+__all__ = ["LOCAL_OR_REMOTE", "PUBLIC", "GrpcCaller", "ReceptionLimits", "Receptions", "RefusalPace", "StreamShares"]
 
 _MAX_WAITING = 256
 """Maximum number of calls of one group that wait. gRPC holds up to 64 KiB of each."""
 _MAX_ALL_WAITING = 1024
 _MAX_STREAMS = 256
 """Maximum number of running streams of one method."""
+_REFUSALS_PER_SECOND = 200.0
+_REFUSAL_BURST = 50
+_REFUSAL_SECONDS = 2.0
+"""Maximum delay of a refusal."""
+_MAX_HELD = 4096
+"""Maximum number of refusals that wait, each of them holds up to 20 KiB. Further ones are sent at once."""
 
 
 class GrpcCaller(NamedTuple):
@@ -195,3 +201,32 @@ class StreamShares:
             self._streams[group] -= 1
             if not self._streams[group]:
                 del self._streams[group]
+
+
+class RefusalPace:
+    """Rate limit of refusals for callers without valid credentials. Runs on the event loop.
+
+    A caller cannot have more than `grpc.max_concurrent_streams` calls on a connection. So delayed
+    refusals slow it down. 128 calls at a time that were refused at once left 2 % of the calls of an
+    honest client.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._held = 0
+
+    async def wait(self) -> None:
+        if self._held >= _MAX_HELD:
+            return
+        now = asyncio.get_running_loop().time()
+        turn = max(self._next, now - _REFUSAL_BURST / _REFUSALS_PER_SECOND)
+        # Calls that are cancelled while they wait have taken turns, so the delay has a limit.
+        turn = min(turn, now + _REFUSAL_SECONDS)
+        self._next = turn + 1 / _REFUSALS_PER_SECOND
+        if turn <= now:
+            return
+        self._held += 1
+        try:
+            await asyncio.sleep(turn - now)
+        finally:
+            self._held -= 1

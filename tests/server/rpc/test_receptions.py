@@ -13,7 +13,14 @@ from harness.polling import async_wait_until
 
 from kvtier.server.refused import Refused
 from kvtier.server.rpc import interceptor, receptions
-from kvtier.server.rpc.receptions import LOCAL_OR_REMOTE, GrpcCaller, ReceptionLimits, Receptions, StreamShares
+from kvtier.server.rpc.receptions import (
+    LOCAL_OR_REMOTE,
+    GrpcCaller,
+    ReceptionLimits,
+    Receptions,
+    RefusalPace,
+    StreamShares,
+)
 
 LIMITS = LOCAL_OR_REMOTE._replace(patience_seconds=0.05)
 
@@ -126,3 +133,22 @@ def test_callers_without_a_token_have_their_address() -> None:
     assert address("ipv4:10.0.0.1:5000") == address("ipv4:10.0.0.1:5001") == "ipv4:10.0.0.1"
     assert address("ipv6:[::1]:5000") == "ipv6:[::1]"
     assert address("unix:") == "unix:"
+
+
+async def test_refusals_are_paced() -> None:
+    """A burst is sent at once, further refusals wait, and cancelled ones do not extend the delay."""
+    pace = RefusalPace()
+    waits = [asyncio.create_task(pace.wait()) for _ in range(receptions._REFUSAL_BURST + 20)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert sum(wait.done() for wait in waits) == receptions._REFUSAL_BURST + 1
+    for wait in waits:
+        wait.cancel()
+    crowd = [asyncio.create_task(pace.wait()) for _ in range(receptions._MAX_HELD + 10)]
+    await async_wait_until(lambda: any(wait.done() for wait in crowd))
+    assert pace._held <= receptions._MAX_HELD
+    assert pace._next <= asyncio.get_running_loop().time() + receptions._REFUSAL_SECONDS + 1
+    for wait in crowd:
+        wait.cancel()
+    await asyncio.gather(*waits, *crowd, return_exceptions=True)
+    assert pace._held == 0
