@@ -412,7 +412,7 @@ def start_metrics_server(
 
 
 def _host_names(config: Config) -> set[str] | None:
-    """Returns the names of this server for browsers; None if figures need a token, which they do not send."""
+    """Returns the names of this server for browsers; None if figures need a token."""
     if config.auth.metrics:
         return None
     endpoints = [*config.endpoints, parse_endpoint(config.metrics or "")]

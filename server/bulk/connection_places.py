@@ -74,7 +74,7 @@ class ConnectionPlaces:
             self._move(place, idle=False)
 
     def _giving_way(self, tenant: str) -> Place | None:
-        """Returns the connection whose place a new connection of a tenant gets, None if there is none.
+        """Returns the connection that gives way to a new one of a tenant; None if none does.
 
         A stream gives way only to a tenant that still has fewer connections afterwards.
         """

@@ -30,7 +30,7 @@ _ANSWER_SECONDS = 5.0
 """Time without an answer to a `Ping` after which the child is stuck. On a machine with 2 busy cores
 an answer took more than a second, and a kill ends the streams of all tenants."""
 _DETACH_SECONDS = 30.0
-"""Time after which a stream that does not detach from its slots is stuck, although the child answers."""
+"""Time after which a stream that does not detach from its slots is stuck."""
 
 
 class BulkProcess:
@@ -83,7 +83,7 @@ class BulkProcess:
             answers = self._answers
             self._send(Ping())
             try:
-                # Without `gather`: a cancelled call would leave an exception that nothing retrieves.
+                # Not `gather`: a cancelled call would leave an exception that nothing retrieves.
                 async with asyncio.timeout(_ANSWER_SECONDS):
                     for event in events:
                         await event.wait()

@@ -91,7 +91,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
     def wrap(self, method: str, handler: Any, *, via_grpc: bool = False) -> Any:
         """Wraps a handler. `method` is the handler's name in metrics and log.
 
-        `via_grpc`: the wrapper of a single request receives it with `Receptions`, and counts streams.
+        `via_grpc`: the wrapper counts streams, and receives a single request with `Receptions`.
         """
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behavior = getattr(handler, kind)

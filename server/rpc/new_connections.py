@@ -32,7 +32,7 @@ class NewConnections:
 
     @contextlib.contextmanager
     def counting(self, address: str, end: Callable[[], object]) -> Iterator[None]:
-        """Counts a connection until its hello is accepted. `end` ends it; any thread may call it."""
+        """Counts a connection until its hello is accepted. Any thread may call `end`."""
         key = object()
         with self._lock:
             endings = self._make_room(address)

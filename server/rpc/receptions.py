@@ -31,11 +31,11 @@ _REFUSAL_BURST = 50
 _REFUSAL_SECONDS = 2.0
 """Maximum delay of a refusal."""
 _MAX_HELD = 4096
-"""Maximum number of refusals that wait, each of them holds up to 20 KiB. Further ones are sent at once."""
+"""Maximum number of refusals that wait. Further ones are sent at once."""
 
 
 class GrpcCaller(NamedTuple):
-    """Who makes a call. The limits apply to the group; its connections take turns."""
+    """Caller of a call over gRPC. Limits apply to the group; its connections take turns."""
 
     group: str
     """Tenant of the credentials, or their name, or the address of a caller without credentials."""
@@ -46,7 +46,7 @@ class ReceptionLimits(NamedTuple):
     """Limits of one `Receptions`. A further group always finds a place while one is free."""
 
     places: int
-    """A group gets a further place only if it has fewer than are free: the first one half of them."""
+    """A group gets a place only if it has fewer than are free: the first one half of them."""
     request_seconds: float
     """Maximum time for a request to arrive."""
     share: int
@@ -59,8 +59,8 @@ class ReceptionLimits(NamedTuple):
 
 
 LOCAL_OR_REMOTE = ReceptionLimits(32, 30.0, 4, 0.25, 8.0)
-"""Limits of calls over the Unix socket, and of calls over TCP. 30 s as for the socket protocol. Four
-requests of 16 MiB take 5.4 s at 100 Mbit/s."""
+"""Limits of calls over the Unix socket, and of calls over TCP. 30 s as for the socket protocol.
+Four requests of 16 MiB take 5.4 s at 100 Mbit/s."""
 PUBLIC = ReceptionLimits(16, 5.0, 0, 0.05, 0.05)
 """Limits of calls that need no credentials. The request of a health check is a few bytes, which
 arrive together with its headers."""
@@ -188,9 +188,9 @@ class StreamShares:
 
     @contextlib.contextmanager
     def counting(self, group: str) -> Iterator[None]:
-        """Counts a stream while it runs. A group gets as many as are then free, so others find some.
+        """Counts a stream while it runs. Raises `Refused` if the group has too many.
 
-        Raises `Refused` if the group has too many streams.
+        A group gets at most as many as are then free, so others find some.
         """
         if self._streams[group] >= _MAX_STREAMS - self._streams.total():
             raise Refused("LIMIT_EXCEEDED", f"too many streams of this call: {self._streams[group]} of the caller")

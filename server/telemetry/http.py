@@ -207,9 +207,9 @@ class MetricsServer:
     ) -> None:
         """`admits` checks the `Authorization` header; `/healthz` and page files are exempt.
 
-        `names`: names in the header `Host`, besides IP addresses and localhost, with which browsers
-        may read figures; None: all names. A page of another site that has changed the address of its
-        name (DNS rebinding) can then not read the figures.
+        `names`: names in the header `Host`, besides IP addresses and localhost, with which
+        browsers may read figures; None: all names. So a page of another site whose name has
+        changed to this address (DNS rebinding) cannot read them.
         """
         endpoint = parse_endpoint(address)
         try:
@@ -366,7 +366,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _is_known(host: str, names: Collection[str]) -> bool:
-    """Returns whether a value of the header `Host` is an IP address, localhost, or one of the names."""
+    """Returns whether a value of `Host` is an IP address, localhost, or one of the names."""
     name = host.rpartition("]")[0].removeprefix("[") or host.partition(":")[0]
     name = name.lower().removesuffix(".")
     if name == "localhost" or name.endswith(".localhost") or name in names:

@@ -32,7 +32,7 @@ class UnfinishedCalls:
         context: ssl.SSLContext | None = None,
         headers: Sequence[Sequence[tuple[str, str]]] = ((),),
     ) -> None:
-        """`headers`: further headers of the calls, one entry for each; the entries are repeated."""
+        """`headers`: further headers of each call; the entries are repeated."""
         if isinstance(address, str):
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.socket.connect(address)
@@ -65,7 +65,7 @@ class UnfinishedCalls:
                     self._send(stream)
 
     def receive_until(self, calls: int, seconds: float = 60.0) -> bool:
-        """Sends nothing. Waits until the server has ended this many calls; returns whether it has."""
+        """Waits until the server has ended this many calls; returns whether it has."""
         deadline = time.monotonic() + seconds
         while len(self.ended) < calls and time.monotonic() < deadline:
             self._receive()

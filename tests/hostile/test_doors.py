@@ -1,4 +1,4 @@
-"""Attacks on the entrances for calls: unfinished, doubled, refused and cancelled calls, and hellos."""
+"""Attacks on the entrances for calls: unfinished and refused calls, streams, and hellos."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_calls_under_invented_tokens_are_refused_before_they_are_received(
 def test_all_credentials_of_a_tenant_count_together(
     site: Site, victims: dict[str, RawSession], connections: int
 ) -> None:
-    """Unfinished calls with valid tokens, and with doubled headers, leave places to other tenants."""
+    """Unfinished calls with valid tokens and doubled headers leave places to others."""
     token, reader = (bearer(site.tokens.token[name]) for name in ("acme-far", "acme-reader"))
     headers = [[token], [reader], [invented(), token], [("authorization", "Basic x"), reader]]
     with unfinished(site, "CacheService/Lookup", *headers, calls=160, connections=connections) as attack:

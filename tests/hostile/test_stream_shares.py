@@ -61,7 +61,7 @@ def open_many(attacker: Route, session: RawSession, opened: contextlib.ExitStack
 
 @pytest.mark.parametrize("kind", ["idle", "push", "pull"])
 def test_connections_of_a_tenant_give_way(site: Site, attacker: Route, session: RawSession, kind: str) -> None:
-    """A tenant holds all connections, idle or with stalled streams. Another one streams all the same."""
+    """A tenant holds all connections, idle or with stalled streams. Another one streams."""
     store_id = prepare(session, fresh(f"held {kind}", 1))
     keys = fresh(f"stored {kind}", 1)
     with attacker.client(namespace_of(PART, tenant="acme")) as client:

@@ -136,7 +136,7 @@ def test_callers_without_a_token_have_their_address() -> None:
 
 
 async def test_refusals_are_paced() -> None:
-    """A burst is sent at once, further refusals wait, and cancelled ones do not extend the delay."""
+    """A burst is sent at once. Further ones wait; cancelled ones do not extend the delay."""
     pace = RefusalPace()
     waits = [asyncio.create_task(pace.wait()) for _ in range(receptions._REFUSAL_BURST + 20)]
     await asyncio.sleep(0)
