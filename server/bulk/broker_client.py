@@ -96,7 +96,7 @@ class Stream:
         self._broker = broker
         self._answer: Granted | Accepted | Committed | None = None
         self._refusal: Refusal | None = None
-        self._detached = False
+        self._has_detached = False
         self._start = self._end = -1
         self._unreported = 0
         self._began_at = self._reported_at = time.monotonic()
@@ -168,10 +168,11 @@ class Stream:
     def detach_if_refused(self) -> None:
         """Reports once that a refused stream does not access the region any more."""
         with self.changed:
-            if self._refusal is None or self._detached or self.touching.is_active:
+            if self._refusal is None or self._has_detached or self.touching.is_active:
                 return
-            self._detached = True
-        self._broker.send(Detached(self.number))
+            self._has_detached = True
+            detached = Detached(self.number)
+        self._broker.send(detached)
 
     def _report(self) -> None:
         if self._unreported:

@@ -95,6 +95,8 @@ class SessionRegistry:
         """Model names of the most recent namespaces, for the status."""
         self._limiters = limiters or RateLimiters(RateConfig(), {})
         self._sessions: dict[bytes, OpenSession] = {}
+        self._tenants: Counter[str | None] = Counter()
+        """Number of sessions per tenant, of callers whose credentials determine the tenant."""
         self._connections: Counter[str] = Counter()
         """Number of connections for calls per tenant."""
         self._last_heard: OpenSession | None = None
@@ -125,6 +127,8 @@ class SessionRegistry:
         rank = request.rank if request.HasField("rank") else None
         caller = CALLER.get()
         _apply_tenant(request.namespace, caller)
+        if caller.tenant is not None and self._tenants[caller.tenant] > self.limit - len(self._sessions):
+            raise Refused("LIMIT_EXCEEDED", f"tenant {caller.tenant!r} has more sessions than are free for others")
         session_id = secrets.token_bytes(16)
         spec = namespace_spec(request.namespace)
         limiter = self._limiters.for_tenant(request.namespace.tenant)
@@ -154,6 +158,7 @@ class SessionRegistry:
             namespace=request.namespace,
         )
         self._sessions[session_id] = session
+        self._tenants[caller.tenant] += 1
         self.opened += 1
         self._record_model(spec.id, session.model)
         return session
@@ -167,6 +172,9 @@ class SessionRegistry:
     def close(self, session: OpenSession) -> None:
         """Closes a session whose heartbeat stream has ended."""
         del self._sessions[session.core.id]
+        self._tenants[session.identity.tenant] -= 1
+        if not self._tenants[session.identity.tenant]:
+            del self._tenants[session.identity.tenant]
         if session.limiter is not None:
             session.limiter.close_session()
         for disconnect in session.disconnects:

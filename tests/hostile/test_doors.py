@@ -7,11 +7,12 @@ import secrets
 import socket
 import ssl
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness.auth_site import KEYS, PART, Site, connected, status_of
+from harness.auth_site import KEYS, PART, Site, connected, make_site, status_of
 from harness.bulk import tls_route
 from harness.payloads import namespace_of
 from harness.polling import wait_until
@@ -159,6 +160,26 @@ def test_streams_of_a_caller_are_limited(site: Site) -> None:
             call.cancel()
         wait_until(lambda: watch(stubs[0][0]) == "OK")
         running[-1].cancel()
+
+
+def test_a_tenant_cannot_open_all_sessions(tmp_path: Path) -> None:
+    """Of eight sessions it gets five. Another tenant and the owner of the Unix socket find some."""
+    site = make_site(tmp_path, config="limits = {max_sessions = 8}")
+
+    def open_one(name: str | None, tenant: str, endpoint: str) -> None:
+        namespace = namespace_of(PART, tenant=tenant)
+        credentials = site.credentials(name)
+        opened.enter_context(RawSession(endpoint, namespace, engine_id=f"{name}", credentials=credentials))
+
+    with site.server.start(), contextlib.ExitStack() as opened:
+        for number in range(8):
+            name = ("acme-far", "acme-reader")[number % 2]
+            if number < 5:
+                open_one(name, "acme", site.server.tcp)
+            else:
+                assert status_of(lambda name=name: open_one(name, "acme", site.server.tcp)) == "RESOURCE_EXHAUSTED"
+        open_one("zeta-engine", "zeta", site.server.tcp)
+        open_one(None, "zeta", site.server.endpoint)
 
 
 def test_masses_of_refused_and_cancelled_calls_harm_none(site: Site, victims: dict[str, RawSession]) -> None:
