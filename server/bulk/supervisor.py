@@ -26,9 +26,11 @@ _log = get_logger(__name__)
 _HANDOVER_BYTES = 16
 _END_SECONDS = 1.0
 """Time for the child to end after its socket was closed; then it is killed."""
-_ANSWER_SECONDS = 5.0
-"""Time without an answer to a `Ping` after which the child is stuck. On a machine with 2 busy cores
-an answer took more than a second, and a kill ends the streams of all tenants."""
+_ROUND_SECONDS = 1.0
+_SILENT_ROUNDS = 5
+"""Number of pings, one after another, without an answer. Then the child is stuck. On a machine with
+2 busy cores an answer took more than a second, and a kill ends the streams of all tenants. The
+rounds end late if the event loop was delayed, so a delay is at most one of them."""
 _DETACH_SECONDS = 30.0
 """Time after which a stream that does not detach from its slots is stuck."""
 
@@ -78,17 +80,18 @@ class BulkProcess:
     async def end_writers(self, store_id: int) -> None:
         """Ends the streams that write to a store. Kills the child only if it is stuck."""
         loop = asyncio.get_running_loop()
-        stuck_at = loop.time() + _DETACH_SECONDS
+        stuck_at, silent = loop.time() + _DETACH_SECONDS, 0
         while events := self._broker.end_streams_of_store(store_id):
             answers = self._answers
             self._send(Ping())
             try:
                 # Not `gather`: a cancelled call would leave an exception that nothing retrieves.
-                async with asyncio.timeout(_ANSWER_SECONDS):
+                async with asyncio.timeout(_ROUND_SECONDS):
                     for event in events:
                         await event.wait()
             except TimeoutError:
-                if self._answers == answers or loop.time() >= stuck_at:
+                silent = silent + 1 if self._answers == answers else 0
+                if silent >= _SILENT_ROUNDS or loop.time() >= stuck_at:
                     _log.error("the bulk process does not answer and is killed")
                     if self._child is not None:
                         self._child.kill()

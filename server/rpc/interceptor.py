@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import inspect
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
@@ -30,6 +29,10 @@ _log = get_logger(__name__)
 
 _OPEN = "/kvtier.v1.SessionService/Open"
 """The registry of sessions limits these streams."""
+_MAX_STREAMS = 256
+"""Maximum number of running streams of a method, over TCP and over the Unix socket."""
+_MAX_STREAMS_OF = {"/kvtier.v1.EventService/WatchEvents": 1024}
+"""The same for streams that hold little memory."""
 
 
 class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
@@ -67,7 +70,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
             for is_local in (True, False)
             for public in (True, False)
         }
-        self._streams: defaultdict[tuple[bool, str], StreamShares] = defaultdict(StreamShares)
+        self._streams: dict[tuple[bool, str], StreamShares] = {}
 
     async def intercept_service(
         self,
@@ -120,7 +123,10 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         caller = _caller_of(context)
         is_local = caller.group.startswith("unix:")
         if streams and method != _OPEN:
-            outcome.counted.enter_context(self._streams[is_local, method].counting(caller.group))
+            shares = self._streams.get((is_local, method))
+            if shares is None:
+                shares = self._streams[is_local, method] = StreamShares(_MAX_STREAMS_OF.get(method, _MAX_STREAMS))
+            outcome.counted.enter_context(shares.counting(caller.group))
         if receives:
             request = await self._receptions[is_local, is_public(method.lstrip("/"))].receive(context, caller)
             outcome.received()

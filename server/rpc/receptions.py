@@ -24,8 +24,6 @@ __all__ = ["LOCAL_OR_REMOTE", "PUBLIC", "GrpcCaller", "ReceptionLimits", "Recept
 _MAX_WAITING = 256
 """Maximum number of calls of one group that wait. gRPC holds up to 64 KiB of each."""
 _MAX_ALL_WAITING = 1024
-_MAX_STREAMS = 256
-"""Maximum number of running streams of one method."""
 _REFUSALS_PER_SECOND = 200.0
 _REFUSAL_BURST = 50
 _REFUSAL_SECONDS = 2.0
@@ -183,7 +181,8 @@ class Receptions:
 class StreamShares:
     """Number of running streams of a method, per group of callers. Runs on the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._streams: Counter[str] = Counter()
 
     @contextlib.contextmanager
@@ -192,7 +191,7 @@ class StreamShares:
 
         A group gets at most as many as are then free, so others find some.
         """
-        if self._streams[group] >= _MAX_STREAMS - self._streams.total():
+        if self._streams[group] >= self._most - self._streams.total():
             raise Refused("LIMIT_EXCEEDED", f"too many streams of this call: {self._streams[group]} of the caller")
         self._streams[group] += 1
         try:

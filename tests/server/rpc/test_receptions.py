@@ -112,7 +112,7 @@ async def test_waiting_calls_are_bounded() -> None:
 
 async def test_streams_have_shares() -> None:
     """A caller cannot take all places of a method."""
-    shares = StreamShares()
+    shares = StreamShares(256)
     with contextlib.ExitStack() as running:
         for caller in ("first", "second"):
             with pytest.raises(Refused, match="too many streams"):  # noqa: PT012 - one of many
