@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,6 +37,7 @@ from ..tiers.base import TierError
 from .auth.authenticator import AccessControl, AccessError
 from .bulk.broker import BulkBroker
 from .bulk.supervisor import BulkProcess
+from .config.machine import max_descriptors
 from .config.schema import Config
 from .config.tenants import quota_error_text, tier_settings
 from .devices.registry import DeviceRegistry, unavailable_reason
@@ -290,11 +290,10 @@ def open_listeners(
 def _max_grpc_connections(endpoints: int) -> int:
     """Returns the limit of each endpoint, the Unix socket included.
 
-    gRPC closes further connections when it accepts them. Half of the descriptors remain for the
-    other sockets and the files of the tiers.
+    gRPC closes further connections when it accepts them. Half of the descriptors remain for calls
+    over sockets (a quarter) and the files of the tiers.
     """
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(16, min(_MAX_GRPC_CONNECTIONS, descriptors // 2 // endpoints))
+    return max(16, min(_MAX_GRPC_CONNECTIONS, max_descriptors() // 2 // endpoints))
 
 
 def add_services(backend: Backend, listeners: Listeners, admin: AdminService, closers: AsyncExitStack) -> None:

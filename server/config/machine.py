@@ -6,9 +6,10 @@ import contextlib
 import os
 import resource
 import shutil
+import sys
 from pathlib import Path
 
-__all__ = ["allow_descriptors", "disk_bytes", "existing_directory", "memory_bytes"]
+__all__ = ["allow_descriptors", "disk_bytes", "existing_directory", "max_descriptors", "memory_bytes"]
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -49,3 +50,9 @@ def allow_descriptors() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def max_descriptors() -> int:
+    """Returns how many file descriptors this process may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit

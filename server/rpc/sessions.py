@@ -15,6 +15,7 @@ from ...tiers.base import NamespaceId
 from ...tiers.types import TENANT_TAG_BYTES, EngineSession, NamespaceSpec
 from ..auth.rate_limits import RateLimiter, RateLimiters
 from ..auth.roles import CALLER, OWNER, Identity
+from ..config.machine import max_descriptors
 from ..config.schema import RateConfig
 from ..config.tenants import tenant_tag
 from ..refused import Refused
@@ -29,8 +30,8 @@ _MAX_CONNECTIONS = 64
 Also the maximum number of streams Push and Pull over gRPC that one session may have.
 """
 _MAX_ALL_CONNECTIONS = 4096
-"""Maximum number of such connections of all sessions. A tenant gets as many as are then free, at
-most half of them. So a further tenant always finds some."""
+"""Maximum number of such connections of all sessions, at most a quarter of the descriptors. A tenant
+gets as many as are then free. So a further tenant always finds some."""
 _MAX_MODELS = 1024
 _MAX_MODEL_LENGTH = 128
 _MAX_SHOWN_GROUPS = 32
@@ -97,6 +98,7 @@ class SessionRegistry:
         self._sessions: dict[bytes, OpenSession] = {}
         self._tenants: Counter[str | None] = Counter()
         """Number of sessions per tenant, of callers whose credentials determine the tenant."""
+        self._max_connections = min(_MAX_ALL_CONNECTIONS, max_descriptors() // 4)
         self._connections: Counter[str] = Counter()
         """Number of connections for calls per tenant."""
         self._last_heard: OpenSession | None = None
@@ -282,10 +284,15 @@ class SessionRegistry:
         self._sessions[session.id].transport = transport
 
     def attach(self, session_id: bytes, epoch: int, connection: int) -> bool:
-        """Records that a connection maps the region for a session. Returns False if refused."""
+        """Records that a connection maps the region for a session. Returns False if refused.
+
+        Raises `Refused` if there are too many.
+        """
         session = self._find_valid(session_id, epoch)
         if session is None or not session.identity.shared_memory:
             return False
+        if len(session.attachments) >= _MAX_CONNECTIONS:
+            raise Refused("LIMIT_EXCEEDED", f"the session has {_MAX_CONNECTIONS} connections for the region")
         session.attachments.add(connection)
         self._runtime.core.writer_attached(session_id, connection)
         return True
@@ -308,7 +315,7 @@ class SessionRegistry:
         if len(session.disconnects) >= _MAX_CONNECTIONS:
             raise Refused("LIMIT_EXCEEDED", f"the session has {_MAX_CONNECTIONS} connections for calls")
         tenant = session.core.tenant
-        if self._connections[tenant] >= _MAX_ALL_CONNECTIONS - self._connections.total():
+        if self._connections[tenant] >= self._max_connections - self._connections.total():
             raise Refused("LIMIT_EXCEEDED", "the tenant or the server has too many connections for calls")
         session.disconnects.add(disconnect)
         self._connections[tenant] += 1

@@ -14,9 +14,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness.auth_site import KEYS, PART, Site, connected, make_site, status_of
 from harness.bulk import tls_route
-from harness.payloads import namespace_of
+from harness.payloads import assert_serves, namespace_of, payload
 from harness.polling import wait_until
 from harness.raw import RawSession, RawSocket, refusal_of
+from harness.server_process import MIB, ServerProcess
 from harness.unfinished_grpc import UnfinishedCalls
 
 from kvtier.client import Client
@@ -222,3 +223,23 @@ def test_silent_connections_of_two_addresses_keep_none_out(site: Site, purpose: 
 
 def assert_connects(client: Client) -> None:
     client.lookup(KEYS).release()
+
+
+def test_connections_over_tcp_leave_descriptors_to_others(tmp_path: Path) -> None:
+    """A peer opens more connections for gRPC than the server may have descriptors."""
+    prefix = ["prlimit", "--nofile=400:400"]
+    with (
+        ServerProcess(tmp_path, tcp=True, region=16 * MIB, lmdb=16 * MIB, prefix=prefix).start() as server,
+        contextlib.ExitStack() as opened,
+    ):
+        host, _, port = server.tcp.rpartition(":")
+        for _ in range(500):
+            connection = opened.enter_context(socket.create_connection((host, int(port)), 60))
+            with contextlib.suppress(OSError):
+                connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
+        with Client(server.endpoint, namespace=namespace_of(PART)) as client:
+            client.wait_until_connected(60)
+            client.store(KEYS, [payload(key, PART) for key in KEYS])
+            assert_serves(client, KEYS)
+        wait_until(lambda: 60 < server.descriptors() < 300)
+        assert "Too many open files" not in server.log
