@@ -194,7 +194,7 @@ class Stream:
 
 
 class BrokerClient:
-    """Connection to the broker. Call `setup` first, then `start`."""
+    """Connection to the broker. Call `setup` first, then `start` and `listening`."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -210,9 +210,12 @@ class BrokerClient:
                 return message
         os._exit(0)  # the server has ended
 
-    def start(self, port: int) -> None:
-        """Reports the TCP port, then starts the reading thread and one that ends slow streams."""
+    def listening(self, port: int) -> None:
+        """Reports the TCP port. Then the server passes connections."""
         self.send(Listening(port))
+
+    def start(self) -> None:
+        """Starts the reading thread, and one that ends slow streams."""
         threading.Thread(target=self._watch, name="kvtier-pace", daemon=True).start()
         threading.Thread(target=self._run, name="kvtier-broker", daemon=True).start()
 

@@ -318,18 +318,19 @@ def _unimplemented(method: bytes) -> bytes:
 def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
     """Serves until the server has ended. Does not return."""
     broker = BrokerClient(connect(socket_fd))
+    setup = broker.setup()
+    broker.start()  # without the nice value, so that busy streams do not delay its answers
     with contextlib.suppress(OSError):  # a sandbox may forbid it
-        os.nice(_NICE)  # before any thread starts, because threads inherit it
+        os.nice(_NICE)  # before the other threads start, because threads inherit it
     tune_malloc()
     sys.setswitchinterval(1e-4)  # as in the server: see `serve`
-    setup = broker.setup()
     region = HostRegion.attach(region_fd, setup.region_bytes)
     os.close(region_fd)
     tls = (
         ServerContext(setup.tls[0], setup.tls[1], setup.tls[2] or None, frames.STREAMS_PROTOCOL) if setup.tls else None
     )
     server = StreamServer(broker, region, setup.limits, socket.socket(fileno=handover_fd), tls)
-    broker.start(server.listen(setup.hosts, setup.port, other=setup.any_port))
+    broker.listening(server.listen(setup.hosts, setup.port, other=setup.any_port))
     server.receive_connections()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -85,10 +85,9 @@ class BulkProcess:
             answers = self._answers
             self._send(Ping())
             try:
-                # Not `gather`: a cancelled call would leave an exception that nothing retrieves.
-                async with asyncio.timeout(_ROUND_SECONDS):
-                    for event in events:
-                        await event.wait()
+                # Not `gather`: a cancelled call would leave an exception that nothing retrieves. Not
+                # `asyncio.timeout`: a call over a socket may run outside of a task.
+                await asyncio.wait_for(_wait_for_all(events), _ROUND_SECONDS)
             except TimeoutError:
                 silent = silent + 1 if self._answers == answers else 0
                 if silent >= _SILENT_ROUNDS or loop.time() >= stuck_at:
@@ -176,3 +175,8 @@ class BulkProcess:
     def _send(self, message: ToChild) -> None:
         if self._child is not None:
             self._child.send({}, encode(message))
+
+
+async def _wait_for_all(events: Iterable[asyncio.Event]) -> None:
+    for event in events:
+        await event.wait()

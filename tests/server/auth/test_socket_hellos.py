@@ -271,7 +271,7 @@ def test_new_connections_are_limited_per_address(route: Route, session: RawSessi
         assert_serves(client, KEYS)
         closed = [is_closed(each, 0.05) for each in silent]
         assert sum(closed) >= 8
-        assert closed == [number < 8 for number in range(40)] or time.monotonic() - began > 4
+        assert not any(closed[20:]) or time.monotonic() - began > 4
 
         def accepted() -> bool:
             with contextlib.suppress(OSError, EOFError):

@@ -128,7 +128,7 @@ async def test_a_cancelled_asynchronous_store_is_not_retried(
             cancelled.wait(TIMEOUT)
 
     monkeypatch.setattr(part_streams.PartSender, "pieces", pieces)
-    async with async_client(server) as client:
+    async with async_client(server, timeouts=Timeouts(connect=60, call=60, transfer=600)) as client:
         store = asyncio.ensure_future(client.store(keys, [payload(key, PART) for key in keys]))
         await asyncio.to_thread(sending.wait, TIMEOUT)
         store.cancel()
