@@ -30,8 +30,8 @@ _MAX_CONNECTIONS = 64
 Also the maximum number of streams Push and Pull over gRPC that one session may have.
 """
 _MAX_ALL_CONNECTIONS = 4096
-"""Maximum number of such connections of all sessions, at most a quarter of the descriptors. A tenant
-gets as many as are then free. So a further tenant always finds some."""
+"""Maximum number of such connections of all sessions; at most a quarter of the descriptors. A
+tenant gets as many as are then free. So a further tenant always finds some."""
 _MAX_MODELS = 1024
 _MAX_MODEL_LENGTH = 128
 _MAX_SHOWN_GROUPS = 32
