@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -21,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ..cuda.host.numa import choose_nodes, memory_nodes, read_placement
 from ..cuda.host.region import PAGE_BYTES, HostRegion, RegionError
-from ..protos.endpoint import Endpoint, default_endpoint
+from ..protos.endpoint import Endpoint, default_endpoint, parse_endpoint
 from ..protos.peer_directory import PeerDirectory
 from ..protos.v1 import (
     admin_pb2,
@@ -36,6 +37,7 @@ from ..tiers.base import TierError
 from .auth.authenticator import AccessControl, AccessError
 from .bulk.broker import BulkBroker
 from .bulk.supervisor import BulkProcess
+from .config.machine import max_descriptors
 from .config.schema import Config
 from .config.tenants import quota_error_text, tier_settings
 from .devices.registry import DeviceRegistry, unavailable_reason
@@ -65,7 +67,7 @@ from .services.long_calls import LongCalls
 from .services.session import SessionService
 from .services.transfer import TransferService
 from .telemetry.health import Health
-from .telemetry.http import MetricsServer, MetricsServerError, on_loop
+from .telemetry.http import MetricsServer, MetricsServerError, OnceASecond, on_loop
 from .telemetry.logs import get_logger
 from .telemetry.metrics import Metrics, ServerStats
 from .telemetry.status_page import StatusPage
@@ -103,6 +105,8 @@ _SERVICES = [
         "AdminService",
     )
 ]
+_MAX_GRPC_CONNECTIONS = 4096
+"""An idle connection holds 17 KiB, with TLS 45 KiB."""
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
 _GRPC_OPTIONS = [
     ("grpc.max_send_message_length", -1),
@@ -113,7 +117,7 @@ _GRPC_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # Close connections that complete no handshake, and idle connections.
     ("grpc.server_handshake_timeout_ms", 5_000),
-    ("grpc.max_connection_idle_ms", 300_000),
+    ("grpc.max_connection_idle_ms", 60_000),
     ("grpc.max_concurrent_streams", 256),
     # Otherwise each stream may get megabytes before its call asks for them: see `Receptions`.
     ("grpc.http2.bdp_probe", 0),
@@ -227,7 +231,7 @@ def open_telemetry(
 ) -> tuple[Metrics, Tracing | None]:
     """Creates the metrics and the tracing, and registers them as observers of the runtime."""
     loop = asyncio.get_running_loop()
-    metrics = Metrics(on_loop(loop, lambda: _server_stats(runtime, sessions, started)))
+    metrics = Metrics(OnceASecond(on_loop(loop, lambda: _server_stats(runtime, sessions, started))))
     metrics.expect_tiers(tier.name for tier in runtime.tiers)
     with _start_errors():
         tracing = open_tracing(config.tracing, sessions.epoch)
@@ -279,8 +283,21 @@ def open_listeners(
     closers.push_async_callback(attach.close)
     if not free_all_batches():
         _log.warning("cancelled calls leave memory behind, because this version of grpcio is not known")
-    options = [("grpc.max_receive_message_length", max_message_bytes), *_GRPC_OPTIONS]
+    options = [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_allowed_incoming_connections", _max_grpc_connections(len(backend.config.endpoints))),
+        *_GRPC_OPTIONS,
+    ]
     return Listeners(grpc.aio.server(interceptors=[interceptor], options=options), socket_calls, attach)
+
+
+def _max_grpc_connections(endpoints: int) -> int:
+    """Returns the limit of each endpoint, the Unix socket included.
+
+    gRPC closes further connections when it accepts them. Half of the descriptors remain for calls
+    over sockets (a quarter) and the files of the tiers.
+    """
+    return max(16, min(_MAX_GRPC_CONNECTIONS, max_descriptors() // 2 // endpoints))
 
 
 def add_services(backend: Backend, listeners: Listeners, admin: AdminService, closers: AsyncExitStack) -> None:
@@ -382,12 +399,27 @@ def start_metrics_server(
     loop = asyncio.get_running_loop()
     # The health check fails if the server is ending or its event loop does not answer. A broken
     # tier or a drain does not fail the check, because a restart would not help.
-    unhealthy = on_loop(loop, lambda: "draining" if drain.ending else None)
+    unhealthy = OnceASecond(on_loop(loop, lambda: "draining" if drain.ending else None))
     page = StatusPage(on_loop(loop, status))
     with _start_errors():
-        server = MetricsServer(config, backend.metrics.registry, unhealthy, backend.access.may_see_metrics, page=page)
+        server = MetricsServer(
+            config,
+            backend.metrics.registry,
+            unhealthy,
+            backend.access.may_see_metrics,
+            page=page,
+            names=_host_names(backend.config),
+        )
     closers.push_async_callback(asyncio.to_thread, server.close)
     return server.port
+
+
+def _host_names(config: Config) -> set[str] | None:
+    """Returns the names of this server for browsers; None if figures need a token."""
+    if config.auth.metrics:
+        return None
+    endpoints = [*config.endpoints, parse_endpoint(config.metrics or "")]
+    return {name.lower() for name in (socket.gethostname(), *(each.host for each in endpoints)) if name}
 
 
 def start_publisher(backend: Backend, closers: AsyncExitStack) -> None:

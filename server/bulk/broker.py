@@ -28,7 +28,20 @@ from ..rpc.sessions import OpenSession, SessionRegistry
 from ..rpc.writers import Writers
 from ..runtime import TierRuntime
 from ..telemetry.metrics import Metrics
-from .messages import Begin, Caller, Committed, Damaged, Detached, End, Granted, Greeting, Moved, Refusal, ToChild
+from .messages import (
+    Accepted,
+    Begin,
+    Caller,
+    Committed,
+    Damaged,
+    Detached,
+    End,
+    Granted,
+    Greeting,
+    Moved,
+    Refusal,
+    ToChild,
+)
 
 __all__ = ["BulkBroker", "ReceivedOffsets"]
 
@@ -142,12 +155,12 @@ class BulkBroker:
 
     def _greet(self, message: Greeting) -> None:
         try:
-            self._authenticate(message.caller)
+            session = self._authenticate(message.caller)
         except Refused as error:
             self._record_refusal(_METHODS[True], message.caller.session_id, error)
             self._send(Refusal(message.stream, error.reason, str(error)))
         else:
-            self._send(Committed(message.stream, completed=True))
+            self._send(Accepted(message.stream, session.core.tenant))
 
     def _begin(self, message: Begin) -> None:
         caller = message.caller

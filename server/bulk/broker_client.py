@@ -17,6 +17,7 @@ from contextlib import suppress
 from ..process.child_main import Channel
 from ..refused import Refused
 from .messages import (
+    Accepted,
     Begin,
     Caller,
     Committed,
@@ -28,6 +29,8 @@ from .messages import (
     Greeting,
     Listening,
     Moved,
+    Ping,
+    Pong,
     Refusal,
     Setup,
     ToChild,
@@ -54,6 +57,23 @@ _REPORT_SECONDS = 1.0
 """Maximum time between two reports of a slow stream. Each report renews its store or lease."""
 
 
+class _Access:
+    """Access of a stream to the region. A refused stream detaches at its end."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.is_active = False
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        with self._stream.changed:
+            self.is_active = True
+
+    def __exit__(self, *_: object) -> None:
+        with self._stream.changed:
+            self.is_active = False
+        self._stream.detach_if_refused()
+
+
 class Stream:
     def __init__(
         self,
@@ -62,7 +82,7 @@ class Stream:
         caller: Caller,
         abort: Callable[[], object],
     ) -> None:
-        """`abort` ends the stream's connection, and so unblocks a thread that holds `touching`."""
+        """`abort` ends the stream's connection, and so unblocks a thread in `touching`."""
         self.number = number
         self.received = 0
         """Bytes of all frames so far; repeated bytes count again."""
@@ -70,12 +90,13 @@ class Stream:
         self._caller = caller
         self.slots: Sequence[int] = ()
         self.sizes: Sequence[int] = ()
-        self.touching = threading.Lock()
-        """Held while the stream accesses the region."""
+        self.touching = _Access(self)
+        """Entered while the stream accesses the region."""
+        self.changed = threading.Condition()
         self._broker = broker
-        self._changed = threading.Condition()
-        self._answer: Granted | Committed | None = None
+        self._answer: Granted | Accepted | Committed | None = None
         self._refusal: Refusal | None = None
+        self._has_detached = False
         self._start = self._end = -1
         self._unreported = 0
         self._began_at = self._reported_at = time.monotonic()
@@ -86,14 +107,15 @@ class Stream:
         return now > self._began_at + seconds
 
     def check(self) -> None:
-        """Raises `Refused` if the server has ended the stream. Call with `touching` held."""
+        """Raises `Refused` if the server has ended the stream. Call it within `touching`."""
         if self._refusal is not None:
             raise Refused(self._refusal.reason, self._refusal.text)
 
-    def greet(self) -> None:
-        """Asks the server to accept the connection. Raises `Refused`."""
+    def greet(self) -> str:
+        """Asks the server to accept the connection; returns its tenant. Raises `Refused`."""
         self._broker.send(Greeting(self.number, self._caller))
-        self._wait()
+        answer = self._wait()
+        return answer.tenant if isinstance(answer, Accepted) else ""
 
     def begin(self, target: int, items: Sequence[int] | None = None) -> None:
         """Requests the slots of a store, or of the `items` of a lease. Raises `Refused`."""
@@ -129,18 +151,28 @@ class Stream:
         answer = self._wait()
         return isinstance(answer, Committed) and answer.completed
 
-    def answer(self, message: Granted | Committed | Refusal) -> None:
-        """Handles a message of the server. Called by the reading thread."""
-        if isinstance(message, Refusal):
-            self._refusal = message
-            if self.touching.locked():
-                self.abort()
-            with self.touching:  # waits until the stream no longer accesses the region
-                pass
-        with self._changed:
-            if not isinstance(message, Refusal):
+    def answer(self, message: Granted | Accepted | Committed | Refusal) -> None:
+        """Handles a message of the server. Called by the reading thread, so it never waits."""
+        with self.changed:
+            if isinstance(message, Refusal):
+                self._refusal = message
+            else:
                 self._answer = message
-            self._changed.notify()
+            self.changed.notify()
+        if isinstance(message, Refusal):
+            if self.touching.is_active:
+                self.abort()  # the stream's thread then leaves `touching`, and detaches
+            else:
+                self.detach_if_refused()
+
+    def detach_if_refused(self) -> None:
+        """Reports once that a refused stream does not access the region any more."""
+        with self.changed:
+            if self._refusal is None or self._has_detached or self.touching.is_active:
+                return
+            self._has_detached = True
+            detached = Detached(self.number)
+        self._broker.send(detached)
 
     def _report(self) -> None:
         if self._unreported:
@@ -151,9 +183,9 @@ class Stream:
         nbytes, self._unreported = self._unreported, 0
         return nbytes, max(self._start, 0), max(self._end, 0)
 
-    def _wait(self) -> Granted | Committed | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._answer or self._refusal, _ANSWER_SECONDS)
+    def _wait(self) -> Granted | Accepted | Committed | None:
+        with self.changed:
+            self.changed.wait_for(lambda: self._answer or self._refusal, _ANSWER_SECONDS)
             answer, self._answer = self._answer, None
         if answer is None:
             self.check()
@@ -162,7 +194,7 @@ class Stream:
 
 
 class BrokerClient:
-    """Connection to the broker. Call `setup` first, then `start`."""
+    """Connection to the broker. Call `setup` first, then `start` and `listening`."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -178,9 +210,12 @@ class BrokerClient:
                 return message
         os._exit(0)  # the server has ended
 
-    def start(self, port: int) -> None:
-        """Reports the TCP port, then starts the reading thread and one that ends slow streams."""
+    def listening(self, port: int) -> None:
+        """Reports the TCP port. Then the server passes connections."""
         self.send(Listening(port))
+
+    def start(self) -> None:
+        """Starts the reading thread, and one that ends slow streams."""
         threading.Thread(target=self._watch, name="kvtier-pace", daemon=True).start()
         threading.Thread(target=self._run, name="kvtier-broker", daemon=True).start()
 
@@ -216,8 +251,11 @@ class BrokerClient:
     def _take(self, message: ToChild) -> None:
         if isinstance(message, Setup):
             raise ValueError("a second setup message")  # noqa: TRY004 - the type is valid, not the order
+        if isinstance(message, Ping):
+            self.send(Pong())
+            return
         stream = self._streams.get(message.stream)
         if stream is not None:
             stream.answer(message)
-        if isinstance(message, Refusal):
+        elif isinstance(message, Refusal):
             self.send(Detached(message.stream))

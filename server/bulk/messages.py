@@ -9,6 +9,7 @@ import msgspec
 from ..config.schema import LimitConfig
 
 __all__ = [
+    "Accepted",
     "Begin",
     "Caller",
     "Committed",
@@ -20,6 +21,8 @@ __all__ = [
     "Greeting",
     "Listening",
     "Moved",
+    "Ping",
+    "Pong",
     "Refusal",
     "Setup",
     "ToChild",
@@ -64,11 +67,27 @@ class Refusal(_Message, frozen=True):
     text: str
 
 
+class Accepted(_Message, frozen=True):
+    """Positive answer to a `Greeting`."""
+
+    stream: int
+    tenant: str
+    """Tenant of the session; tenants share the connections."""
+
+
 class Committed(_Message, frozen=True):
-    """Positive answer to a `Greeting`, and answer to an `End` with `complete`."""
+    """Answer to an `End` with `complete`."""
 
     stream: int
     completed: bool
+
+
+class Ping(_Message, frozen=True):
+    """Asks whether the child still reads messages. The answer is `Pong`."""
+
+
+class Pong(_Message, frozen=True):
+    """Answer to a `Ping`."""
 
 
 class Listening(_Message, frozen=True):
@@ -90,7 +109,7 @@ class Caller(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Greeting(_Message, frozen=True):
-    """Asks whether a new connection is accepted. The answer is Committed or Refusal."""
+    """Asks whether a new connection is accepted. The answer is Accepted or Refusal."""
 
     stream: int
     caller: Caller
@@ -141,8 +160,8 @@ class End(_Message, frozen=True):
     end: int = 0
 
 
-ToChild: TypeAlias = Setup | Granted | Refusal | Committed
-FromChild: TypeAlias = Listening | Greeting | Begin | Moved | Damaged | Detached | End
+ToChild: TypeAlias = Setup | Granted | Refusal | Accepted | Committed | Ping
+FromChild: TypeAlias = Listening | Pong | Greeting | Begin | Moved | Damaged | Detached | End
 
 _encoder = msgspec.msgpack.Encoder()
 _to_child = msgspec.msgpack.Decoder(ToChild)

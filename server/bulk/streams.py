@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -37,20 +36,19 @@ from ..refused import Refused
 from ..rpc.new_connections import NewConnections
 from ..rpc.request_bounds import RequestBounds
 from .broker_client import BrokerClient, Stream
+from .connection_places import ConnectionPlaces, Place
 from .messages import Caller
 
 __all__ = ["StreamServer", "main"]
 
 _log = logging.getLogger(__name__)
 
-_MAX_CONNECTIONS = 128
 _MAX_MESSAGE_BYTES = 1 << 20
 """Largest message of a call, from a client that the server has accepted."""
 _IDLE_SECONDS = 120.0
 """Maximum time without progress on a connection, between two calls or within one."""
 _HELLO_SECONDS = 5.0
 """Maximum time for the TLS handshake and the hello."""
-_ROOM_SECONDS = 1.0
 _NICE = 5
 """Nice value 5 gives a third of the server's CPU weight, so busy streams do not delay calls."""
 _TLS_RECORD = b"\x16\x03"
@@ -76,10 +74,7 @@ class StreamServer:
         self._frame_bytes = min(limits.max_frame_bytes, FRAME_BYTES)
         self._handover = handover
         self._tls = tls
-        self._connections = threading.Semaphore(_MAX_CONNECTIONS)
-        self._lock = threading.Lock()
-        self._idle: dict[Connection, None] = {}
-        """Idle connections; the longest idle one is first."""
+        self._places = ConnectionPlaces()
         self._new = NewConnections()
 
     def listen(self, hosts: tuple[str, ...], wanted: int, *, other: bool = True) -> int:
@@ -124,45 +119,19 @@ class StreamServer:
 
     def _start(self, sock: socket.socket, hello: bytes | None) -> None:
         """Starts the thread of a connection. `hello` has been received already if it is given."""
-        if not self._has_room():
-            sock.close()
-            return
         try:
             threading.Thread(target=self._serve, args=(sock, hello), name="kvtier-stream", daemon=True).start()
         except RuntimeError as error:  # no thread available
             _log.warning("cannot serve a connection: %s", error)
             sock.close()
-            self._connections.release()
-
-    def _has_room(self) -> bool:
-        """Reserves a place for a connection; closes the longest idle one if all are used."""
-        if self._connections.acquire(blocking=False):
-            return True
-        with self._lock:
-            idlest = next(iter(self._idle), None)
-            if idlest is None:
-                return False
-            del self._idle[idlest]
-            idlest.shutdown()
-        return self._connections.acquire(timeout=_ROOM_SECONDS)
-
-    @contextlib.contextmanager
-    def _idling(self, connection: Connection) -> Iterator[None]:
-        """Marks a connection as idle, so that `_has_room` may close it."""
-        with self._lock:
-            self._idle[connection] = None
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._idle.pop(connection, None)
 
     def _serve(self, sock: socket.socket, hello: bytes | None) -> None:
+        accepted = None
         try:
             with sock:
                 if hello is None:
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    with self._new.counting(sock.getpeername()[0]):
+                    with self._new.counting(sock.getpeername()[0], Connection(sock).shutdown):
                         accepted = self._accept_client(sock)
                 else:
                     accepted = self._accept_local(Connection(sock, _IDLE_SECONDS), hello)
@@ -172,9 +141,10 @@ class StreamServer:
         except (OSError, ValueError) as error:
             _log.debug("a connection has ended: %s", error)
         finally:
-            self._connections.release()
+            if accepted is not None:
+                self._places.leave(accepted[2])
 
-    def _accept_client(self, sock: socket.socket) -> tuple[Connection, Caller] | None:
+    def _accept_client(self, sock: socket.socket) -> tuple[Connection, Caller, Place] | None:
         """Performs the handshakes. None: the connection went to the server, or was refused."""
         deadline = time.monotonic() + _HELLO_SECONDS
         connection = Connection(sock, _IDLE_SECONDS)
@@ -192,12 +162,12 @@ class StreamServer:
         token = connection.read(frames.unpack_hello(hello).token_bytes)
         return self._greet(connection, hello + token, names, is_local=False)
 
-    def _accept_local(self, connection: Connection, hello: bytes) -> tuple[Connection, Caller] | None:
+    def _accept_local(self, connection: Connection, hello: bytes) -> tuple[Connection, Caller, Place] | None:
         return self._greet(connection, hello, [], is_local=True)
 
     def _greet(
         self, connection: Connection, hello: bytes, names: list[str], *, is_local: bool
-    ) -> tuple[Connection, Caller] | None:
+    ) -> tuple[Connection, Caller, Place] | None:
         """Asks the server to accept a client, and answers the hello. None: refused."""
         fields = frames.unpack_hello(hello[: frames.HELLO_BYTES])
         token = hello[frames.HELLO_BYTES :].decode("ascii") or None
@@ -206,20 +176,24 @@ class StreamServer:
             return None
         stream = self._broker.open(caller, connection.shutdown)
         try:
-            stream.greet()
+            place = self._places.take(stream.greet(), connection.shutdown)
         except Refused as error:
             connection.send([_refusal(error)])
             return None
         finally:
             self._broker.close(stream)
-        connection.send([frames.pack_answer(0)])
-        connection.set_deadline(None)
-        return connection, caller
+        try:
+            connection.send([frames.pack_answer(0)])
+            connection.set_deadline(None)
+        except OSError:
+            self._places.leave(place)
+            raise
+        return connection, caller, place
 
-    def _serve_call(self, connection: Connection, caller: Caller) -> bool:
+    def _serve_call(self, connection: Connection, caller: Caller, place: Place) -> bool:
         """Serves one call; returns whether another may follow."""
         try:
-            with self._idling(connection):
+            with self._places.idling(place):
                 head = connection.read(frames.HEAD_BYTES)
         except ConnectionResetError:
             return False
@@ -344,18 +318,19 @@ def _unimplemented(method: bytes) -> bytes:
 def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
     """Serves until the server has ended. Does not return."""
     broker = BrokerClient(connect(socket_fd))
+    setup = broker.setup()
+    broker.start()  # without the nice value, so that busy streams do not delay its answers
     with contextlib.suppress(OSError):  # a sandbox may forbid it
-        os.nice(_NICE)  # before any thread starts, because threads inherit it
+        os.nice(_NICE)  # before the other threads start, because threads inherit it
     tune_malloc()
     sys.setswitchinterval(1e-4)  # as in the server: see `serve`
-    setup = broker.setup()
     region = HostRegion.attach(region_fd, setup.region_bytes)
     os.close(region_fd)
     tls = (
         ServerContext(setup.tls[0], setup.tls[1], setup.tls[2] or None, frames.STREAMS_PROTOCOL) if setup.tls else None
     )
     server = StreamServer(broker, region, setup.limits, socket.socket(fileno=handover_fd), tls)
-    broker.start(server.listen(setup.hosts, setup.port, other=setup.any_port))
+    broker.listening(server.listen(setup.hosts, setup.port, other=setup.any_port))
     server.receive_connections()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..config.schema import Config
 from ..process.child import Child, RestartBackoff
 from ..telemetry.logs import get_logger
 from .broker import BulkBroker
-from .messages import Listening, Setup, ToChild, decode_from_child, encode
+from .messages import Listening, Ping, Pong, Setup, ToChild, decode_from_child, encode
 
 __all__ = ["BulkProcess"]
 
@@ -25,7 +25,14 @@ _log = get_logger(__name__)
 
 _HANDOVER_BYTES = 16
 _END_SECONDS = 1.0
-"""Half of a client's call timeout, so that `CompleteStore` succeeds even if the child hangs."""
+"""Time for the child to end after its socket was closed; then it is killed."""
+_ROUND_SECONDS = 1.0
+_SILENT_ROUNDS = 5
+"""Number of pings, one after another, without an answer. Then the child is stuck. On a machine with
+2 busy cores an answer took more than a second, and a kill ends the streams of all tenants. The
+rounds end late if the event loop was delayed, so a delay is at most one of them."""
+_DETACH_SECONDS = 30.0
+"""Time after which a stream that does not detach from its slots is stuck."""
 
 
 class BulkProcess:
@@ -49,6 +56,8 @@ class BulkProcess:
         self._handover: socket.socket | None = None
         """Connected to the child while the child serves."""
         self._port = 0
+        self._answers = 0
+        """Number of `Pong` messages."""
 
     def locate(self) -> int | None:
         """Starts the child if needed. Returns its TCP port (0 for none); None until it is ready."""
@@ -69,14 +78,22 @@ class BulkProcess:
         return True
 
     async def end_writers(self, store_id: int) -> None:
-        """Ends streams that write to a store; kills the child if they do not end in a second."""
+        """Ends the streams that write to a store. Kills the child only if it is stuck."""
+        loop = asyncio.get_running_loop()
+        stuck_at, silent = loop.time() + _DETACH_SECONDS, 0
         while events := self._broker.end_streams_of_store(store_id):
+            answers = self._answers
+            self._send(Ping())
             try:
-                await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), _END_SECONDS)
+                # Not `gather`: a cancelled call would leave an exception that nothing retrieves. Not
+                # `asyncio.timeout`: a call over a socket may run outside of a task.
+                await asyncio.wait_for(_wait_for_all(events), _ROUND_SECONDS)
             except TimeoutError:
-                _log.error("the bulk process does not answer and is killed")
-                if self._child is not None:
-                    self._child.kill()
+                silent = silent + 1 if self._answers == answers else 0
+                if silent >= _SILENT_ROUNDS or loop.time() >= stuck_at:
+                    _log.error("the bulk process does not answer and is killed")
+                    if self._child is not None:
+                        self._child.kill()
         await self._broker.writers.idle(store_id)
 
     async def close(self) -> None:
@@ -150,9 +167,16 @@ class BulkProcess:
         if isinstance(message, Listening):
             self._port, self._handover = message.port, handover
             _log.info("bulk process serves", pid=self._child and self._child.pid, port=message.port)
+        elif isinstance(message, Pong):
+            self._answers += 1
         else:
             self._broker.handle(message)
 
     def _send(self, message: ToChild) -> None:
         if self._child is not None:
             self._child.send({}, encode(message))
+
+
+async def _wait_for_all(events: Iterable[asyncio.Event]) -> None:
+    for event in events:
+        await event.wait()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import sys
 from pathlib import Path
 
-__all__ = ["disk_bytes", "existing_directory", "memory_bytes"]
+__all__ = ["disk_bytes", "existing_directory", "max_descriptors", "memory_bytes"]
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -40,3 +42,9 @@ def disk_bytes(*directories: Path) -> int:
         if entry.is_file()
     )
     return shutil.disk_usage(existing_directory(directories[0])).free + occupied
+
+
+def max_descriptors() -> int:
+    """Returns how many file descriptors this process may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit

@@ -116,7 +116,13 @@ class LimitConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 10.0
     max_sessions: Annotated[
-        int, _setting("Maximum number of open sessions. Further sessions are refused.", ge=1, le=65536)
+        int,
+        _setting(
+            "Maximum number of open sessions. Further sessions are refused. If credentials determine the tenant, a "
+            "tenant gets at most as many as are then free.",
+            ge=1,
+            le=65536,
+        ),
     ] = 1024
 
 

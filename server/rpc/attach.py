@@ -17,6 +17,7 @@ import socket
 import struct
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ _log = get_logger(__name__)
 
 _HANDSHAKE_SECONDS = 5.0
 _MAX_HANDSHAKES = 256
-"""Maximum number of connections whose hello has not arrived. The server closes further ones."""
+"""Maximum number of Unix connections whose hello has not arrived."""
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
@@ -78,8 +79,9 @@ class AttachServer:
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
-        self._handshakes = 0
         self._new = NewConnections()
+        self._new_local = NewConnections(_MAX_HANDSHAKES, _MAX_HANDSHAKES)
+        """Unix connections, by the process that has connected."""
 
     def start(self) -> None:
         """Binds and listens. Replaces the socket of a killed server. Raises `OSError`."""
@@ -111,9 +113,6 @@ class AttachServer:
                 _log.warning("cannot accept a connection", error=str(error))
                 await asyncio.sleep(0.1)
                 continue
-            if self._handshakes >= _MAX_HANDSHAKES:
-                connection.close()
-                continue
             connection.setblocking(False)
             self._spawn(self._serve(connection))
 
@@ -130,7 +129,7 @@ class AttachServer:
     async def _serve_remote(self, connection: socket.socket) -> None:
         with connection:
             try:
-                with self._new.counting(connection.getpeername()[0]):
+                with self._new.counting(connection.getpeername()[0], partial(_shut_down, connection)):
                     async with asyncio.timeout(_HANDSHAKE_SECONDS):
                         transport, hello, token = await self._greet(connection)
             except (OSError, ValueError) as error:
@@ -166,11 +165,9 @@ class AttachServer:
     async def _serve(self, connection: socket.socket) -> None:
         with connection:
             try:
-                self._handshakes += 1
-                try:
+                pid, _, _ = _credentials_of(connection)
+                with self._new_local.counting(f"{pid}", partial(_shut_down, connection)):
                     hello, data = await asyncio.wait_for(_receive_hello(connection), _HANDSHAKE_SECONDS)
-                finally:
-                    self._handshakes -= 1
                 await self._serve_local(connection, hello, data)
             except Refused as error:
                 with suppress(OSError):
@@ -228,6 +225,11 @@ class AttachServer:
             self._sessions.disconnect(hello.session_id, disconnect)
 
 
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 class _Greeting(asyncio.BufferedProtocol):
     """Reads the hello of a connection, also through TLS. Its buffer bounds what it accepts."""
 
@@ -271,8 +273,14 @@ class _Greeting(asyncio.BufferedProtocol):
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return uid in (0, os.getuid())
+    return _credentials_of(connection)[1] in (0, os.getuid())
+
+
+def _credentials_of(connection: socket.socket) -> tuple[int, int, int]:
+    """Returns process, user and group of the peer of a Unix connection."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(data)
+    return pid, uid, gid
 
 
 async def _receive_hello(connection: socket.socket) -> tuple[Hello, bytes]:

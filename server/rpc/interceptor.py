@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 import grpc
@@ -15,16 +15,24 @@ from google.protobuf.message import DecodeError
 from ...protos.error_reasons import STATUS_OF, error_details
 from ...tiers.errors import CoreError
 from ..auth.audit_log import AuditLog
+from ..auth.roles import CALLER, OWNER, is_public
 from ..refused import Refused
 from ..telemetry.logs import get_logger
 from ..telemetry.tracing import Tracing
-from .receptions import Receptions
+from .receptions import LOCAL_OR_REMOTE, PUBLIC, GrpcCaller, Receptions, RefusalPace, StreamShares
 from .request_bounds import RequestBounds
 
 __all__ = ["RefusalInterceptor"]
 
 
 _log = get_logger(__name__)
+
+_OPEN = "/kvtier.v1.SessionService/Open"
+"""The registry of sessions limits these streams."""
+_MAX_STREAMS = 256
+"""Maximum number of running streams of a method, over TCP and over the Unix socket."""
+_MAX_STREAMS_OF = {"/kvtier.v1.EventService/WatchEvents": 1024}
+"""The same for streams that hold little memory."""
 
 
 class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
@@ -54,8 +62,15 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         self.tracing = tracing
         self.audit_log = audit_log
         self.bounds = bounds
+        self.refusal_pace = RefusalPace()
         self._authorize = authorize
-        self._receptions = Receptions()
+        # Callers over TCP take no place of the Unix socket, and no place of a health check.
+        self._receptions = {
+            (is_local, public): Receptions(PUBLIC if public else LOCAL_OR_REMOTE)
+            for is_local in (True, False)
+            for public in (True, False)
+        }
+        self._streams: dict[tuple[bool, str], StreamShares] = {}
 
     async def intercept_service(
         self,
@@ -63,31 +78,24 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler: Any = await continuation(handler_call_details)
-        if handler is None:
+        if handler is None:  # gRPC refuses an unknown method
+            await self.refusal_pace.wait()
             return None
-        wrapped = self.wrap(handler_call_details.method, handler)
-        if handler.request_streaming:
+        # For gRPC each call has a stream of requests, because gRPC calls such a handler before it
+        # receives a request. On the wire both kinds are equal.
+        wrapped = self.wrap(handler_call_details.method, handler, via_grpc=True)
+        behavior = wrapped.unary_unary or wrapped.unary_stream
+        if behavior is None:
             return wrapped
-        return self._with_reception(wrapped, _token_of(handler_call_details.invocation_metadata))
+        if wrapped.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(behavior, None, wrapped.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(behavior, None, wrapped.response_serializer)
 
-    def _with_reception(self, handler: Any, caller: str) -> Any:
-        """Makes a handler of a single request receive this request with `Receptions`.
+    def wrap(self, method: str, handler: Any, *, via_grpc: bool = False) -> Any:
+        """Wraps a handler. `method` is the handler's name in metrics and log.
 
-        For gRPC it is the handler of a stream of requests, because gRPC calls such a handler before
-        it receives. On the wire both kinds are equal.
+        `via_grpc`: the wrapper counts streams, and receives a single request with `Receptions`.
         """
-        behavior = handler.unary_unary or handler.unary_stream
-
-        async def call(_: Any, context: grpc.aio.ServicerContext) -> Any:
-            # Without a variable: see `_Outcome.abort`.
-            return await behavior(await self._receptions.receive(context, caller or _address_of(context)), context)
-
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
-        return grpc.stream_unary_rpc_method_handler(call, None, handler.response_serializer)
-
-    def wrap(self, method: str, handler: Any) -> Any:
-        """Wraps a handler. `method` is the handler's name in metrics and log."""
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behavior = getattr(handler, kind)
             if behavior is not None:
@@ -101,15 +109,39 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                     if self.tracing is not None:
                         parse = self.tracing.recording_request_id(parse)
                     behavior, handler = _with_parser(behavior, parse), handler._replace(request_deserializer=None)
-                return handler._replace(**{kind: wrap(method, behavior)})
+                receives, streams = via_grpc and kind.startswith("unary"), via_grpc and kind != "unary_unary"
+                return handler._replace(**{kind: wrap(method, behavior, receives=receives, streams=streams)})
         return handler
 
-    def _wrap_unary(self, method: str, behavior: Any) -> Any:
+    async def _admit(
+        self, method: str, context: Any, outcome: _Outcome, request: Any, *, receives: bool, streams: bool
+    ) -> Any:
+        """Counts an authenticated call over gRPC. Returns its request, received if `receives`.
+
+        Raises `Refused`.
+        """
+        caller = _caller_of(context)
+        is_local = caller.group.startswith("unix:")
+        if streams and method != _OPEN:
+            shares = self._streams.get((is_local, method))
+            if shares is None:
+                shares = self._streams[is_local, method] = StreamShares(_MAX_STREAMS_OF.get(method, _MAX_STREAMS))
+            outcome.counted.enter_context(shares.counting(caller.group))
+        if receives:
+            request = await self._receptions[is_local, is_public(method.lstrip("/"))].receive(context, caller)
+            outcome.received()
+        return request
+
+    def _wrap_unary(self, method: str, behavior: Any, *, receives: bool, streams: bool) -> Any:
         async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
             with _Outcome(self, method, context) as outcome:
                 try:
                     if self._authorize is not None:
                         self._authorize(method, context)
+                    if receives or streams:
+                        request = await self._admit(
+                            method, context, outcome, request, receives=receives, streams=streams
+                        )
                     answer = behavior(request, context)
                     return await answer if inspect.isawaitable(answer) else answer
                 except Exception as error:  # noqa: BLE001 - an error of one call must not end the server
@@ -118,7 +150,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
 
         return call
 
-    def _wrap_stream(self, method: str, behavior: Any) -> Any:
+    def _wrap_stream(self, method: str, behavior: Any, *, receives: bool, streams: bool) -> Any:
         # `call` writes the answers itself and is not a generator. If a call is cancelled while gRPC
         # sends an answer, gRPC would drop a generator without closing it. Then the generator's
         # `finally` block, which ends the session, would run only at the next garbage collection.
@@ -127,7 +159,12 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                 try:
                     if self._authorize is not None:
                         self._authorize(method, context)
+                    if receives or streams:
+                        request = await self._admit(
+                            method, context, outcome, request, receives=receives, streams=streams
+                        )
                     answers = behavior(request, context)
+                    request = None  # is not held as long as the stream runs
                     # The health service writes its answers itself, so there is nothing to iterate.
                     if not hasattr(answers, "__anext__"):
                         await answers
@@ -150,8 +187,15 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         return call
 
 
-def _token_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    return next((str(value) for key, value in metadata or () if key == "authorization"), "")
+def _caller_of(context: grpc.aio.ServicerContext) -> GrpcCaller:
+    """Returns the caller of an authenticated call. All credentials of a tenant are one group."""
+    connection = f"connection {context.peer() or ''}"
+    identity = CALLER.get()
+    if identity is OWNER:
+        return GrpcCaller(_address_of(context), connection)
+    place = "unix: " if connection.startswith("connection unix:") else ""
+    name = f"tenant {identity.tenant}" if identity.tenant else f"caller {identity.name}"
+    return GrpcCaller(f"{place}{name}", connection)
 
 
 def _address_of(context: grpc.aio.ServicerContext) -> str:
@@ -188,11 +232,18 @@ class _Outcome:
         self._context = context
         self._code = grpc.StatusCode.OK
         self._started = time.monotonic()
+        self.counted = contextlib.ExitStack()
+        """Counts the stream until the end of the call."""
+
+    def received(self) -> None:
+        """Begins the duration of a call when its request has arrived."""
+        self._started = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.counted.close()
         if kind is not None and not issubclass(kind, grpc.aio.AbortError):
             # The call was cancelled, or the client disconnected before an answer was sent.
             self._code = grpc.StatusCode.CANCELLED
@@ -225,5 +276,7 @@ class _Outcome:
         self._interceptor.refused(self._method, reason)
         if self._interceptor.audit_log is not None:
             self._interceptor.audit_log.record_refusal(self._method, context, reason)
+        if reason == "UNAUTHENTICATED":
+            await self._interceptor.refusal_pace.wait()
         retry_after = error.retry_after if isinstance(error, Refused) else None
         await context.abort(self._code, message, error_details(reason, message, retry_after))

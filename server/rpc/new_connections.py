@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 __all__ = ["NewConnections"]
 
@@ -18,23 +17,48 @@ _MAX_PER_ADDRESS = 32
 
 
 class NewConnections:
-    """Number of connections without an accepted hello. Thread-safe."""
+    """Connections without an accepted hello. Thread-safe.
 
-    def __init__(self) -> None:
+    At the limit the server ends the oldest connection of an address: of the new connection's own
+    address, or of the address that has most. So silent clients cannot keep others out, because a
+    client that says hello needs only milliseconds.
+    """
+
+    def __init__(self, most: int = _MAX_CONNECTIONS, per_address: int = _MAX_PER_ADDRESS) -> None:
+        self._most, self._per_address = most, per_address
         self._lock = threading.Lock()
-        self._by_address: Counter[str] = Counter()
+        self._by_address: dict[str, dict[object, Callable[[], object]]] = {}
+        """Functions that end the connections of each address, the oldest first."""
 
     @contextlib.contextmanager
-    def counting(self, address: str) -> Iterator[None]:
-        """Counts a connection until its hello is accepted. Raises ConnectionError at the limit."""
+    def counting(self, address: str, end: Callable[[], object]) -> Iterator[None]:
+        """Counts a connection until its hello is accepted. Any thread may call `end`."""
+        key = object()
         with self._lock:
-            if self._by_address.total() >= _MAX_CONNECTIONS or self._by_address[address] >= _MAX_PER_ADDRESS:
-                raise ConnectionError("too many connections without an accepted hello")
-            self._by_address[address] += 1
+            endings = self._make_room(address)
+            self._by_address.setdefault(address, {})[key] = end
+        for end_other in endings:
+            end_other()
         try:
             yield
         finally:
             with self._lock:
-                self._by_address[address] -= 1
-                if not self._by_address[address]:
-                    del self._by_address[address]
+                self._remove(address, key)
+
+    def _make_room(self, address: str) -> list[Callable[[], object]]:
+        """Removes the connection that gives way, if there is one; returns its `end`."""
+        if len(self._by_address.get(address, ())) >= self._per_address:
+            fullest = address
+        elif sum(map(len, self._by_address.values())) >= self._most:
+            fullest = max(self._by_address, key=lambda each: len(self._by_address[each]))
+        else:
+            return []
+        oldest = next(iter(self._by_address[fullest]))
+        return [self._remove(fullest, oldest)]
+
+    def _remove(self, address: str, key: object) -> Callable[[], object]:
+        connections = self._by_address.get(address, {})
+        end = connections.pop(key, lambda: None)
+        if not connections:
+            self._by_address.pop(address, None)
+        return end

@@ -1,39 +1,71 @@
-"""Limit of the gRPC requests that the server receives at the same time.
+"""Limits of gRPC calls: requests that the server receives at the same time, and running streams.
 
 gRPC buffers each request until it is complete. It has no limit for the memory of all incomplete
 requests, and no time limit. But gRPC receives only the first 64 KiB of a request until its call
-asks for the message. So calls wait here before they ask.
+asks for the message. So calls wait here before they ask. The server authenticates a caller before
+its call waits here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import grpc
 
-from ...protos.error_reasons import STATUS_OF, error_details
+from ..refused import Refused
 
-__all__ = ["Receptions"]
+__all__ = ["LOCAL_OR_REMOTE", "PUBLIC", "GrpcCaller", "ReceptionLimits", "Receptions", "RefusalPace", "StreamShares"]
 
-_MAX_RECEPTIONS = 32
-_MAX_PER_CALLER = 16
-"""For each token, and for each address of callers without a token."""
-_SHARE = 4
-"""A caller with more receptions than this gives way to other calls early."""
-_REQUEST_SECONDS = 30.0
-"""Maximum time for a request to arrive, as for the socket protocol."""
-_PATIENCE_SECONDS = 0.25
-"""If another call waits for its place, a reception that has taken longer is ended, if its caller
-has more than `_SHARE` of them."""
-_LONG_PATIENCE_SECONDS = 8.0
-"""The same for other callers. Four requests of 16 MiB take 5.4 s at 100 Mbit/s."""
+_MAX_WAITING = 256
+"""Maximum number of calls of one group that wait. gRPC holds up to 64 KiB of each."""
+_MAX_ALL_WAITING = 1024
+_REFUSALS_PER_SECOND = 200.0
+_REFUSAL_BURST = 50
+_REFUSAL_SECONDS = 2.0
+"""Maximum delay of a refusal."""
+_MAX_HELD = 4096
+"""Maximum number of refusals that wait. Further ones are sent at once."""
+
+
+class GrpcCaller(NamedTuple):
+    """Caller of a call over gRPC. Limits apply to the group; its connections take turns."""
+
+    group: str
+    """Tenant of the credentials, or their name, or the address of a caller without credentials."""
+    connection: str
+
+
+class ReceptionLimits(NamedTuple):
+    """Limits of one `Receptions`. A further group always finds a place while one is free."""
+
+    places: int
+    """A group gets a place only if it has fewer than are free: the first one half of them."""
+    request_seconds: float
+    """Maximum time for a request to arrive."""
+    share: int
+    """A group with more receptions than this gives way to other calls early."""
+    patience_seconds: float
+    """If another call waits for its place, a reception that has taken longer is ended, if its group
+    has more than `share` of them."""
+    long_patience_seconds: float
+    """The same for other groups."""
+
+
+LOCAL_OR_REMOTE = ReceptionLimits(32, 30.0, 4, 0.25, 8.0)
+"""Limits of calls over the Unix socket, and of calls over TCP. 30 s as for the socket protocol.
+Four requests of 16 MiB take 5.4 s at 100 Mbit/s."""
+PUBLIC = ReceptionLimits(16, 5.0, 0, 0.05, 0.05)
+"""Limits of calls that need no credentials. The request of a health check is a few bytes, which
+arrive together with its headers."""
 
 
 class _Reception(NamedTuple):
-    caller: str
+    caller: GrpcCaller
     began_at: float
     timeout: asyncio.Timeout
 
@@ -41,67 +73,159 @@ class _Reception(NamedTuple):
 class Receptions:
     """Receives the requests of gRPC calls. Runs on the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: ReceptionLimits = LOCAL_OR_REMOTE) -> None:
+        self._limits = limits
         self._running: dict[object, _Reception] = {}
         """The receptions, the oldest first."""
-        self._callers: Counter[str] = Counter()
-        self._waiting: dict[asyncio.Future[None], str] = {}
+        self._counts: Counter[str] = Counter()
+        """Number of receptions per group, and per connection."""
+        self._waiting: dict[str, dict[asyncio.Future[None], str]] = {}
+        """Waiting calls of each group, with their connections, the oldest first."""
 
-    async def receive(self, context: grpc.aio.ServicerContext, caller: str) -> bytes:
-        """Returns the request of a call. `caller`: its token or address. Aborts on a time-out.
+    async def receive(self, context: grpc.aio.ServicerContext, caller: GrpcCaller) -> bytes:
+        """Returns the request of a call. Raises `Refused` on a time-out.
 
         gRPC frees the received part of the request when the call is aborted.
         """
-        loop = asyncio.get_running_loop()
-        while not self._has_room(caller):
-            self._end_oldest(caller)
-            future = loop.create_future()
-            self._waiting[future] = caller
-            try:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(future, _PATIENCE_SECONDS)
-            finally:
-                del self._waiting[future]
+        while not self._has_room(caller.group):
+            self._end_oldest(caller.group)
+            await self._wait(caller)
         key = object()
-        self._callers[caller] += 1
+        self._counts.update(caller)
         try:
-            async with asyncio.timeout(_REQUEST_SECONDS) as timeout:
-                self._running[key] = _Reception(caller, loop.time(), timeout)
+            async with asyncio.timeout(self._limits.request_seconds) as timeout:
+                self._running[key] = _Reception(caller, asyncio.get_running_loop().time(), timeout)
                 message = await context.read()
         except TimeoutError:
-            text = "the request did not arrive in time"
-            details = error_details("LIMIT_EXCEEDED", text)
-            await context.abort(STATUS_OF["LIMIT_EXCEEDED"], text, details)
+            raise Refused("LIMIT_EXCEEDED", "the request did not arrive in time") from None
         finally:
             del self._running[key]
-            self._callers[caller] -= 1
-            if not self._callers[caller]:
-                del self._callers[caller]
+            for name in caller:
+                self._counts[name] -= 1
+                if not self._counts[name]:
+                    del self._counts[name]
             self._wake()
         if not isinstance(message, bytes):  # `grpc.aio.EOF`: the call has no request
-            text = "the call has no request"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text, error_details("INVALID_ARGUMENT", text))
+            raise Refused("INVALID_ARGUMENT", "the call has no request")
         return bytes(message)
 
+    async def _wait(self, caller: GrpcCaller) -> None:
+        """Waits for a place, or for the time after which a reception may be ended."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller.group, {})[future] = caller.connection
+        self._drop_excess(caller.group)
+        try:
+            # Not `wait_for`, which in Python 3.11 ignores a cancellation if the future is done.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._limits.patience_seconds):
+                    await future
+        except asyncio.CancelledError:
+            self._wake()  # another call gets the place
+            raise
+        finally:
+            self._remove(caller.group, future)
+
+    def _remove(self, group: str, future: asyncio.Future[None]) -> None:
+        waiting = self._waiting.get(group)
+        if waiting is not None:
+            waiting.pop(future, None)
+            if not waiting:
+                del self._waiting[group]
+
+    def _drop_excess(self, group: str) -> None:
+        """Refuses a waiting call if a group, or all of them, have too many."""
+        if sum(map(len, self._waiting.values())) > _MAX_ALL_WAITING:
+            group = max(self._waiting, key=lambda each: len(self._waiting[each]))
+        elif len(self._waiting[group]) <= _MAX_WAITING:
+            return
+        # At random: a flood of calls must not be able to choose the call that is refused.
+        future = random.choice([*self._waiting[group]])  # noqa: S311 - fairness, not a secret
+        self._remove(group, future)
+        if not future.done():
+            future.set_exception(Refused("LIMIT_EXCEEDED", "too many calls wait for their request to be received"))
+
     def _wake(self) -> None:
-        # The latest first: a caller that stays within the limits does not wait behind many calls.
-        for future, caller in reversed(self._waiting.items()):
-            if not future.done() and self._has_room(caller):
-                future.set_result(None)
-                break
+        """Gives a place to the group, and there to the connection, with the fewest receptions."""
+        groups = [group for group in self._waiting if self._has_room(group)]
+        if not groups:
+            return
+        waiting = self._waiting[min(reversed(groups), key=self._counts.__getitem__)]
+        futures = [future for future in reversed(waiting) if not future.done()]
+        if not futures:
+            return
+        fewest = min(self._counts[waiting[future]] for future in futures)
+        futures = [future for future in futures if self._counts[waiting[future]] == fewest]
+        # The latest, because a caller within the limits does not wait behind many calls. But not
+        # always, because a flood of calls always has the latest.
+        random.choice((futures[0], random.choice(futures))).set_result(None)  # noqa: S311 - fairness, not a secret
 
-    def _has_room(self, caller: str) -> bool:
-        return len(self._running) < _MAX_RECEPTIONS and self._callers[caller] < _MAX_PER_CALLER
+    def _has_room(self, group: str) -> bool:
+        return self._counts[group] < self._limits.places - len(self._running)
 
-    def _end_oldest(self, caller: str) -> None:
-        """Ends the oldest reception in the way of a caller, if it has taken long."""
-        is_full, now = len(self._running) >= _MAX_RECEPTIONS, asyncio.get_running_loop().time()
+    def _end_oldest(self, group: str) -> None:
+        """Ends the oldest reception in the way of a group, if it has taken long."""
+        limits, now = self._limits, asyncio.get_running_loop().time()
         for reception in self._running.values():
-            if reception.began_at > now - _PATIENCE_SECONDS:
+            if reception.began_at > now - limits.patience_seconds:
                 return
-            patience = _PATIENCE_SECONDS if self._callers[reception.caller] > _SHARE else _LONG_PATIENCE_SECONDS
-            if reception.began_at > now - patience:
+            other = reception.caller.group
+            is_early = self._counts[other] > limits.share
+            if reception.began_at > now - (limits.patience_seconds if is_early else limits.long_patience_seconds):
                 continue
-            if (is_full or reception.caller == caller) and not reception.timeout.expired():
+            is_in_the_way = other == group or self._counts[other] > self._counts[group]
+            if is_in_the_way and not reception.timeout.expired():
                 reception.timeout.reschedule(now)
                 return
+
+
+class StreamShares:
+    """Number of running streams of a method, per group of callers. Runs on the event loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._streams: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def counting(self, group: str) -> Iterator[None]:
+        """Counts a stream while it runs. Raises `Refused` if the group has too many.
+
+        A group gets at most as many as are then free, so others find some.
+        """
+        if self._streams[group] >= self._most - self._streams.total():
+            raise Refused("LIMIT_EXCEEDED", f"too many streams of this call: {self._streams[group]} of the caller")
+        self._streams[group] += 1
+        try:
+            yield
+        finally:
+            self._streams[group] -= 1
+            if not self._streams[group]:
+                del self._streams[group]
+
+
+class RefusalPace:
+    """Rate limit of refusals for callers without valid credentials. Runs on the event loop.
+
+    A caller cannot have more than `grpc.max_concurrent_streams` calls on a connection. So delayed
+    refusals slow it down. 128 calls at a time that were refused at once left 2 % of the calls of an
+    honest client.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._held = 0
+
+    async def wait(self) -> None:
+        if self._held >= _MAX_HELD:
+            return
+        now = asyncio.get_running_loop().time()
+        turn = max(self._next, now - _REFUSAL_BURST / _REFUSALS_PER_SECOND)
+        # Calls that are cancelled while they wait have taken turns, so the delay has a limit.
+        turn = min(turn, now + _REFUSAL_SECONDS)
+        self._next = turn + 1 / _REFUSALS_PER_SECOND
+        if turn <= now:
+            return
+        self._held += 1
+        try:
+            await asyncio.sleep(turn - now)
+        finally:
+            self._held -= 1

@@ -15,6 +15,7 @@ from ...tiers.base import NamespaceId
 from ...tiers.types import TENANT_TAG_BYTES, EngineSession, NamespaceSpec
 from ..auth.rate_limits import RateLimiter, RateLimiters
 from ..auth.roles import CALLER, OWNER, Identity
+from ..config.machine import max_descriptors
 from ..config.schema import RateConfig
 from ..config.tenants import tenant_tag
 from ..refused import Refused
@@ -28,8 +29,9 @@ _MAX_CONNECTIONS = 64
 
 Also the maximum number of streams Push and Pull over gRPC that one session may have.
 """
-_MAX_ALL_CONNECTIONS, _MAX_TENANT_CONNECTIONS = 4096, 2048
-"""Maximum number of such connections of all sessions, and of the sessions of a tenant."""
+_MAX_ALL_CONNECTIONS = 4096
+"""Maximum number of such connections of all sessions; at most a quarter of the descriptors. A
+tenant gets as many as are then free. So a further tenant always finds some."""
 _MAX_MODELS = 1024
 _MAX_MODEL_LENGTH = 128
 _MAX_SHOWN_GROUPS = 32
@@ -94,6 +96,9 @@ class SessionRegistry:
         """Model names of the most recent namespaces, for the status."""
         self._limiters = limiters or RateLimiters(RateConfig(), {})
         self._sessions: dict[bytes, OpenSession] = {}
+        self._tenants: Counter[str | None] = Counter()
+        """Number of sessions per tenant, of callers whose credentials determine the tenant."""
+        self._max_connections = min(_MAX_ALL_CONNECTIONS, max_descriptors() // 4)
         self._connections: Counter[str] = Counter()
         """Number of connections for calls per tenant."""
         self._last_heard: OpenSession | None = None
@@ -124,6 +129,8 @@ class SessionRegistry:
         rank = request.rank if request.HasField("rank") else None
         caller = CALLER.get()
         _apply_tenant(request.namespace, caller)
+        if caller.tenant is not None and self._tenants[caller.tenant] > self.limit - len(self._sessions):
+            raise Refused("LIMIT_EXCEEDED", f"tenant {caller.tenant!r} has more sessions than are free for others")
         session_id = secrets.token_bytes(16)
         spec = namespace_spec(request.namespace)
         limiter = self._limiters.for_tenant(request.namespace.tenant)
@@ -153,6 +160,7 @@ class SessionRegistry:
             namespace=request.namespace,
         )
         self._sessions[session_id] = session
+        self._tenants[caller.tenant] += 1
         self.opened += 1
         self._record_model(spec.id, session.model)
         return session
@@ -166,6 +174,9 @@ class SessionRegistry:
     def close(self, session: OpenSession) -> None:
         """Closes a session whose heartbeat stream has ended."""
         del self._sessions[session.core.id]
+        self._tenants[session.identity.tenant] -= 1
+        if not self._tenants[session.identity.tenant]:
+            del self._tenants[session.identity.tenant]
         if session.limiter is not None:
             session.limiter.close_session()
         for disconnect in session.disconnects:
@@ -273,10 +284,15 @@ class SessionRegistry:
         self._sessions[session.id].transport = transport
 
     def attach(self, session_id: bytes, epoch: int, connection: int) -> bool:
-        """Records that a connection maps the region for a session. Returns False if refused."""
+        """Records that a connection maps the region for a session. Returns False if refused.
+
+        Raises `Refused` if there are too many.
+        """
         session = self._find_valid(session_id, epoch)
         if session is None or not session.identity.shared_memory:
             return False
+        if len(session.attachments) >= _MAX_CONNECTIONS:
+            raise Refused("LIMIT_EXCEEDED", f"the session has {_MAX_CONNECTIONS} connections for the region")
         session.attachments.add(connection)
         self._runtime.core.writer_attached(session_id, connection)
         return True
@@ -299,7 +315,7 @@ class SessionRegistry:
         if len(session.disconnects) >= _MAX_CONNECTIONS:
             raise Refused("LIMIT_EXCEEDED", f"the session has {_MAX_CONNECTIONS} connections for calls")
         tenant = session.core.tenant
-        if self._connections.total() >= _MAX_ALL_CONNECTIONS or self._connections[tenant] >= _MAX_TENANT_CONNECTIONS:
+        if self._connections[tenant] >= self._max_connections - self._connections.total():
             raise Refused("LIMIT_EXCEEDED", "the tenant or the server has too many connections for calls")
         session.disconnects.add(disconnect)
         self._connections[tenant] += 1

@@ -56,7 +56,7 @@ __all__ = [
 ROUTES = ("unix", "tcp", "tls")
 
 
-def wait_for_bulk(client: Any) -> None:
+def wait_for_bulk(client: Any, seconds: float = 60.0) -> None:
     """Waits until a client's streams use the bulk process."""
     route = client._transport._sockets
 
@@ -67,7 +67,7 @@ def wait_for_bulk(client: Any) -> None:
                 route.search(session)
         return bool(route.found)
 
-    wait_until(found)
+    wait_until(found, seconds)
 
 
 def kill_bulk(server: ServerProcess, number: int = signal.SIGKILL) -> int:

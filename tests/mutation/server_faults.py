@@ -158,7 +158,12 @@ SERVER_FAULTS = (
         "        finally:\n            self._sessions.detach(hello.session_id, number)\n",
         "        finally:\n            pass\n",
     ),
-    Fault("other users may attach", "server/rpc/attach.py", "return uid in (0, os.getuid())", "return True"),
+    Fault(
+        "other users may attach",
+        "server/rpc/attach.py",
+        "return _credentials_of(connection)[1] in (0, os.getuid())",
+        "return True",
+    ),
     Fault(
         "an ended copy stays a writer of its store",
         "server/rpc/writers.py",
@@ -180,8 +185,8 @@ SERVER_FAULTS = (
     Fault(
         "ended connections count as open",
         _STREAMS,
-        "        finally:\n            self._connections.release()\n",
-        "        finally:\n            pass\n",
+        "                self._places.leave(accepted[2])\n",
+        "                pass\n",
     ),
     Fault(
         "a load by streams under an expired lease is confirmed",
@@ -206,8 +211,8 @@ SERVER_FAULTS = (
     Fault(
         "a refused stream keeps the thread of a slow client",
         _CLIENT,
-        "            if self.touching.locked():\n                self.abort()\n",
-        "",
+        "                self.abort()",
+        "                pass",
     ),
     Fault(
         "a slow stream is not ended",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,18 @@ from kvtier.protos.v1 import transfer_pb2
 from kvtier.protos.wire import socket_frames as frames
 from kvtier.server.bulk import broker_client
 from kvtier.server.bulk.broker_client import BrokerClient, Stream
-from kvtier.server.bulk.messages import Begin, Caller, Granted, Moved, Refusal, decode_from_child
+from kvtier.server.bulk.messages import (
+    Accepted,
+    Begin,
+    Caller,
+    Detached,
+    Granted,
+    Moved,
+    Ping,
+    Pong,
+    Refusal,
+    decode_from_child,
+)
 from kvtier.server.bulk.streams import StreamServer
 from kvtier.server.config.schema import LimitConfig
 from kvtier.server.refused import Refused
@@ -71,20 +81,31 @@ def test_progress_is_reported_during_a_stream(
     assert server.sent[1:] == [Moved(stream.number, 10, 0, most + 10)]
 
 
-def test_a_refusal_ends_the_connection_of_a_thread_that_waits_for_its_client(broker: BrokerClient) -> None:
-    """The thread may write to the slots until then, so the server waits for it."""
-    stream = stream_of(broker)
-    stream.abort = stream.touching.release
-    stream.touching.acquire()
-    with ThreadPoolExecutor(1) as executor:
-        answered = executor.submit(stream.answer, Refusal(stream.number, "STORE_NOT_FOUND", "ended"))
-        try:
-            answered.result(20)
-        finally:
-            if stream.touching.locked():
-                stream.touching.release()
+def test_a_refused_stream_does_not_delay_others(server: Server, broker: BrokerClient) -> None:
+    """The reading thread ends its connection, and serves others before the stream has detached."""
+    stuck, other = stream_of(broker), stream_of(broker)
+    aborted: list[bool] = []
+    stuck.abort = lambda: aborted.append(True)
+    with stuck.touching:
+        broker._take(Refusal(stuck.number, "STORE_NOT_FOUND", "ended"))
+        broker._take(Accepted(other.number, "acme"))
+        broker._take(Ping())
+        assert other.greet() == "acme"
+        assert aborted == [True]
+        assert [each for each in server.sent if isinstance(each, Detached | Pong)] == [Pong()]
+    assert server.sent[-1] == Detached(stuck.number)
     with pytest.raises(Refused, match="ended"):
-        stream.check()
+        stuck.check()
+
+
+def test_a_refused_stream_detaches_once(server: Server, broker: BrokerClient) -> None:
+    """It detaches at once if it does not access the region."""
+    stream = stream_of(broker)
+    broker._take(Refusal(stream.number, "STORE_NOT_FOUND", "ended"))
+    assert server.sent == [Detached(stream.number)]
+    with stream.touching:
+        pass
+    assert server.sent == [Detached(stream.number)]
 
 
 @pytest.mark.parametrize("ended", [False, True])

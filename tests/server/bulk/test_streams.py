@@ -276,7 +276,7 @@ def test_slow_readers_need_little_memory(route: Route, session: RawSession) -> N
 
 
 def test_a_hundred_stalled_streams_make_clients_use_grpc(route: Route, session: RawSession) -> None:
-    """They occupy all 128 connections, so further ones are closed.
+    """They occupy all 128 connections, so further ones of the tenant are refused.
 
     The server may close a connection whose call it has not read yet, to make room for another one.
     Therefore the test opens connections until one is refused.
@@ -287,7 +287,9 @@ def test_a_hundred_stalled_streams_make_clients_use_grpc(route: Route, session: 
         stalled = 0
         with pytest.raises((OSError, EOFError)):  # noqa: PT012 - any of the streams may be refused
             while stalled < 512:
-                connection = opened.enter_context(route.open(session))
+                connection = opened.enter_context(route.dial(session, frames.Purpose.STREAMS))
+                if (answer := connection.answer()) != (0, b""):
+                    raise ConnectionError(answer)
                 connection.send(push_call(store_id), frame_of(connection, b"x")[:10])
                 stalled += 1
         assert stalled >= 128

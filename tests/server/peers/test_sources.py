@@ -175,7 +175,7 @@ def test_calls_for_the_same_blocks_share_one_load(
         before = _count(metrics_port, "tier_job_blocks_total", labels)
         found = list(threads.map(lambda _: client.lookup(KEYS, wait=30, source=source.tcp), range(4)))
         assert [lease.prefix_hits for lease in found] == [len(KEYS)] * 4
-        assert _count(metrics_port, "tier_job_blocks_total", labels) - before == len(KEYS)
+        wait_until(lambda: _count(metrics_port, "tier_job_blocks_total", labels) - before == len(KEYS))
         assert [lease.source_outcome for lease in found].count(SourceOutcome.FOUND) == 1
         for lease in found:
             lease.release()
@@ -225,7 +225,7 @@ def test_only_listed_servers_are_asked(here: ServerProcess, metrics_port: int) -
                 assert (lease.source_outcome, lease.prefix_hits) == (SourceOutcome.NOT_LISTED, 0)
         with pytest.raises(TimeoutError):
             listener.accept()
-    assert _count(metrics_port, "source_searches_total", 'outcome="not_listed"') - before == 4
+    wait_until(lambda: _count(metrics_port, "source_searches_total", 'outcome="not_listed"') - before == 4)
 
 
 def test_a_server_without_peers_asks_no_server(source: ServerProcess) -> None:

@@ -3,59 +3,126 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from harness.polling import async_wait_until
 
+from kvtier.server.refused import Refused
 from kvtier.server.rpc import interceptor, receptions
-from kvtier.server.rpc.receptions import Receptions
+from kvtier.server.rpc.receptions import (
+    LOCAL_OR_REMOTE,
+    GrpcCaller,
+    ReceptionLimits,
+    Receptions,
+    RefusalPace,
+    StreamShares,
+)
 
-PATIENCE_SECONDS = 0.05
+LIMITS = LOCAL_OR_REMOTE._replace(patience_seconds=0.05)
 
 
 class Context:
     """A call whose request never arrives."""
 
-    def __init__(self) -> None:
-        self.aborted = False
-
     async def read(self) -> bytes:
         await asyncio.sleep(3600)
         return b""
 
-    async def abort(self, *_: object) -> None:
-        self.aborted = True
-        raise asyncio.CancelledError
 
+class Calls:
+    """Calls of several callers, and how many of each were refused."""
 
-async def aborted_of(shares: dict[str, int]) -> dict[str, int]:
-    """Returns how many receptions per caller end early, while a further call waits."""
-    places, contexts, tasks = Receptions(), [], []
-    for caller, count in shares.items():
+    def __init__(self, limits: ReceptionLimits = LIMITS) -> None:
+        self.receptions = Receptions(limits)
+        self.refused: Counter[str] = Counter()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def begin(self, group: str, count: int = 1, context: Any = None, connection: str = "") -> None:
+        caller = GrpcCaller(group, f"connection {group}{connection}")
         for _ in range(count):
-            context: Any = Context()
-            contexts.append((caller, context))
-            tasks.append(asyncio.create_task(places.receive(context, caller)))
-    late: Any = Context()
-    await asyncio.sleep(PATIENCE_SECONDS)
-    tasks.append(asyncio.create_task(places.receive(late, "late")))
-    await async_wait_until(lambda: any(context.aborted for _, context in contexts))
-    # If the place is not used, `_end_oldest` is called further times.
-    await asyncio.sleep(4 * PATIENCE_SECONDS)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    return {caller: sum(c.aborted for name, c in contexts if name == caller) for caller in shares}
+            self._tasks.append(asyncio.create_task(self._receive(context or Context(), caller)))
+
+    async def _receive(self, context: Any, caller: GrpcCaller) -> None:
+        try:
+            await self.receptions.receive(context, caller)
+        except Refused:
+            self.refused[caller.group] += 1
+
+    def running(self, group: str) -> int:
+        return self.receptions._counts[group]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def test_a_caller_within_its_share_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All places are taken. Only the caller with many receptions gives one up, not the oldest."""
-    monkeypatch.setattr(receptions, "_PATIENCE_SECONDS", PATIENCE_SECONDS)
-    aborted = asyncio.run(aborted_of({"honest": 4, "other": 4, "third": 4, "fourth": 4, "greedy": 16}))
-    assert aborted.pop("greedy") >= 1
-    assert set(aborted.values()) == {0}
+async def test_a_further_caller_finds_a_place_at_once() -> None:
+    """Callers take at most as many places as are then free: 16, 8 and 4 of 32."""
+    async with Calls() as calls:
+        for caller in ("first", "second", "third"):
+            calls.begin(caller, 40)
+            await asyncio.sleep(0)
+        assert [calls.running(caller) for caller in ("first", "second", "third")] == [16, 8, 4]
+        calls.begin("late")
+        await asyncio.sleep(0)
+        assert calls.running("late") == 1
+
+
+async def test_a_caller_within_its_share_is_not_refused() -> None:
+    """All places are taken. Only the caller with many receptions gives some up, not the oldest."""
+    honest = ("first", "second", "third", "fourth")
+    async with Calls() as calls:
+        for caller in honest:
+            calls.begin(caller, 4)
+            await asyncio.sleep(0)
+        calls.begin("greedy", 16)
+        await asyncio.sleep(2 * LIMITS.patience_seconds)
+        calls.begin("late", 8)
+        await async_wait_until(lambda: calls.refused["greedy"] >= 4)
+        await async_wait_until(lambda: calls.running("late") >= 4)
+        assert not any(calls.refused[caller] for caller in honest)
+
+
+async def test_waiting_calls_are_bounded() -> None:
+    """A call of another connection is received, although hundreds wait and more are refused."""
+    received = asyncio.Event()
+
+    async def read() -> bytes:
+        received.set()
+        return b"request"
+
+    complete = SimpleNamespace(read=read)
+    async with Calls() as calls:
+        calls.begin("acme", 400, connection="abuse")
+        await async_wait_until(lambda: calls.refused["acme"] >= 100)
+        assert sum(map(len, calls.receptions._waiting.values())) <= receptions._MAX_WAITING
+        while not received.is_set():  # it may be refused, too
+            calls.begin("acme", context=complete, connection="honest")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(received.wait(), 0.2)
+
+
+async def test_streams_have_shares() -> None:
+    """A caller cannot take all places of a method."""
+    shares = StreamShares(256)
+    with contextlib.ExitStack() as running:
+        for caller in ("first", "second"):
+            with pytest.raises(Refused, match="too many streams"):  # noqa: PT012 - one of many
+                for _ in range(1000):
+                    running.enter_context(shares.counting(caller))
+        assert shares._streams == {"first": 128, "second": 64}
+        with shares.counting("third"):
+            pass
+    with shares.counting("first"):
+        assert shares._streams == {"first": 1}
 
 
 def test_callers_without_a_token_have_their_address() -> None:
@@ -66,3 +133,22 @@ def test_callers_without_a_token_have_their_address() -> None:
     assert address("ipv4:10.0.0.1:5000") == address("ipv4:10.0.0.1:5001") == "ipv4:10.0.0.1"
     assert address("ipv6:[::1]:5000") == "ipv6:[::1]"
     assert address("unix:") == "unix:"
+
+
+async def test_refusals_are_paced() -> None:
+    """A burst is sent at once. Further ones wait; cancelled ones do not extend the delay."""
+    pace = RefusalPace()
+    waits = [asyncio.create_task(pace.wait()) for _ in range(receptions._REFUSAL_BURST + 20)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert sum(wait.done() for wait in waits) == receptions._REFUSAL_BURST + 1
+    for wait in waits:
+        wait.cancel()
+    crowd = [asyncio.create_task(pace.wait()) for _ in range(receptions._MAX_HELD + 10)]
+    await async_wait_until(lambda: any(wait.done() for wait in crowd))
+    assert pace._held <= receptions._MAX_HELD
+    assert pace._next <= asyncio.get_running_loop().time() + receptions._REFUSAL_SECONDS + 1
+    for wait in crowd:
+        wait.cancel()
+    await asyncio.gather(*waits, *crowd, return_exceptions=True)
+    assert pace._held == 0

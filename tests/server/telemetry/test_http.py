@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from http.client import HTTPResponse
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from harness.http_get import get
 from harness.polling import stays
 from prometheus_client import CollectorRegistry
 
-from kvtier.server.telemetry.http import MetricsServer, MetricsServerError, on_loop
-from kvtier.server.telemetry.status_page import SECURITY_HEADERS
+from kvtier.protos.v1.admin_pb2 import GetStatusResponse
+from kvtier.server.telemetry import http
+from kvtier.server.telemetry.http import MetricsServer, MetricsServerError, OnceASecond, on_loop
+from kvtier.server.telemetry.status_page import SECURITY_HEADERS, StatusPage
 
 REGISTRY = CollectorRegistry()
 
@@ -112,6 +115,80 @@ class TestEndpoint:
             server.close()
             server.close()
             assert time.monotonic() - started < 9
+
+
+class TestOnceASecond:
+    def test_all_threads_get_one_result(self) -> None:
+        """They wait while one of them reads."""
+        reads: list[int] = []
+
+        def read() -> int:
+            reads.append(1)
+            time.sleep(0.05)
+            return len(reads)
+
+        cached = OnceASecond(read)
+        with ThreadPoolExecutor(8) as executor:
+            assert {each.result() for each in [executor.submit(cached) for _ in range(64)]} == {1}
+
+    def test_a_result_ages(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Exceptions, too: a loop that does not answer is asked once a second."""
+        now = 0.0
+        monkeypatch.setattr(http, "time", SimpleNamespace(monotonic=lambda: now))
+        results: list[Any] = [1, TimeoutError(), 3]
+
+        def read() -> int:
+            result = results.pop(0)
+            if isinstance(result, Exception):
+                raise result
+            return int(result)
+
+        cached = OnceASecond(read)
+        assert [cached(), cached()] == [1, 1]
+        now += 1
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                cached()
+        now += 1
+        assert cached() == 3
+
+
+class TestPace:
+    def test_turns_after_a_burst_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Turns that are not wanted any more take no time."""
+        now, slept = 100.0, []
+
+        def sleep(seconds: float) -> None:
+            nonlocal now
+            slept.append(round(seconds, 3))
+            now += seconds
+
+        monkeypatch.setattr(http, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+        pace = http._Pace(4.0)
+        assert all(pace.wait() for _ in range(5))
+        assert not slept
+        assert not pace.wait(lambda: False)
+        assert pace.wait()
+        assert pace.wait()
+        assert slept == [0.25, 0.25]
+
+
+class TestHosts:
+    def test_names_of_the_server_are_known(self) -> None:
+        """The port and the case do not matter."""
+        known = ["kv.example", "KV.example:9464", "10.0.0.1", "[fe80::1]:80", "localhost.", "x.localhost:1"]
+        assert all(http._is_known(host, {"kv.example"}) for host in known)
+        unknown = ["", "evil.example", "kv.example.evil", "10.0.0.1.evil", "::1.evil", "[evil]", "localhostx"]
+        assert not any(http._is_known(host, {"kv.example"}) for host in unknown)
+
+    def test_all_hosts_of_a_request_must_be_known(self) -> None:
+        server = MetricsServer("127.0.0.1:0", REGISTRY, page=StatusPage(GetStatusResponse), names=set())
+        try:
+            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+                connection.sendall(b"GET /status.json HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+                assert connection.recv(12) == b"HTTP/1.1 421"
+        finally:
+            server.close()
 
 
 class TestOnLoop:
