@@ -87,7 +87,8 @@ class TransferServiceServicer(object):
     """
 
     def Push(self, request_iterator, context):
-        """Fills slots that PrepareStore granted. Afterwards the client calls CompleteStore, unless
+        """Fills slots that PrepareStore granted. A frame may repeat bytes that the server has received; the
+        server ignores the repeated bytes. Afterwards the client calls CompleteStore, unless
         `PushResponse.completed` is true.
 
         Errors: STORE_NOT_FOUND, NOT_OWNER, WRONG_SIZE (nothing is stored), CHECKSUM_MISMATCH (retry

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -86,6 +87,8 @@ class SessionRegistry:
         """Set when the server is about to end. Then the heartbeat streams end."""
         self.on_close: list[Callable[[bytes], None]] = []
         """Callbacks that get the id of an ended session after the core has closed the session."""
+        self.on_revoke: list[Callable[[bytes], None]] = []
+        """Callbacks that get the id of a session whose credentials have become invalid."""
         self._runtime = runtime
         self.limit = max_sessions
         self.opened = 0
@@ -137,6 +140,7 @@ class SessionRegistry:
             if limiter is not None:
                 limiter.close_session()
             raise
+        core.unmapped_from = 0
         session = OpenSession(
             core=core,
             ref=common_pb2.SessionRef(session_id=session_id, epoch=self.epoch),
@@ -267,6 +271,8 @@ class SessionRegistry:
                 session.revoked = True
                 for disconnect in session.disconnects:
                     disconnect()
+                for tell in self.on_revoke:
+                    tell(session.core.id)
 
     def set_transport(self, session: EngineSession, transport: str) -> None:
         self.check(session)
@@ -278,6 +284,7 @@ class SessionRegistry:
         if session is None or not session.identity.shared_memory:
             return False
         session.attachments.add(connection)
+        session.core.unmapped_from = math.inf
         self._runtime.core.writer_attached(session_id, connection)
         return True
 
@@ -286,6 +293,8 @@ class SessionRegistry:
         session = self._sessions.get(session_id)
         if session is not None:
             session.attachments.discard(connection)
+            if not session.attachments:  # it may have filled the stores that have begun so far
+                session.core.unmapped_from = self._runtime.core.store_handler.table.next_id
         self._runtime.core.writer_gone(session_id, connection)
         self._runtime.run_commands()
 
