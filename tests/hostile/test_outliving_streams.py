@@ -223,7 +223,7 @@ def test_an_unread_pull_over_grpc_shows_no_other_block(place: Place) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGKILL])
 def test_slots_stay_pinned_while_a_stopped_process_may_read_them(place: Place, number: int) -> None:
-    """The bulk process cannot detach while it is stopped. Its end, or its answer, frees the slots."""
+    """A stopped bulk process cannot detach. Its end, or its answer, frees the slots."""
     keys = place.store()
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(place.reader_session())

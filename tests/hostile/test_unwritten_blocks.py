@@ -46,7 +46,7 @@ class Place:
     session: RawSession = field(init=False)
 
     def fill(self) -> None:
-        """Fills the slots of the region with the victim's mark, twice, so that it evicts the rest."""
+        """Fills all slots with the mark: the blocks need twice the region."""
         namespace = namespace_of(PART, tenant="zeta", model="victim")
         secret = np.frombuffer(MARK * (PART // len(MARK)), np.uint8)
         with Client(self.route.endpoint, namespace=namespace, transport="tcp", credentials=self.victim) as client:

@@ -67,7 +67,7 @@ class LeaseSettled:
 
 @dataclass(frozen=True, slots=True)
 class EndReaders:
-    """A lease with readers has ended: end the copies from its slots, which are pinned until then."""
+    """A lease with readers has ended: end the copies from its slots, which stay pinned."""
 
     lease_id: LeaseId
 

@@ -274,13 +274,13 @@ class LeaseTable:
         return lease
 
     def end(self, lease: BlockLease) -> None:
-        """Ends a lease, but keeps its pins until it has no reader and `unpin_slice` removes them."""
+        """Ends a lease. Its pins remain until it has no reader and `unpin_slice` runs."""
         self._forget(lease)
         if not lease.readers:
             self._pending_unpins.append((lease.items, len(lease.items)))
 
     def end_reader(self, lease: BlockLease) -> None:
-        """Ends a reader. The pins of an ended lease then remain until `unpin_slice` removes them."""
+        """Ends a reader. The pins of an ended lease then remain until `unpin_slice` runs."""
         lease.readers -= 1
         if not lease.readers and not self.is_open(lease):
             self._pending_unpins.append((lease.items, len(lease.items)))
