@@ -24,6 +24,7 @@ from ..tiers.core.block import Block
 from ..tiers.core.commands import (
     Command,
     ContinueWork,
+    EndReaders,
     EventsRecorded,
     HoldChanged,
     LeaseSettled,
@@ -114,6 +115,8 @@ class TierRuntime:
         """Duration of the last slice."""
         self.called_at = 0.0
         """Time of the last call of a session, in seconds. Set by the registry of the sessions."""
+        self.end_readers: Callable[[LeaseId], object] = lambda _: None
+        """Ends the copies from the slots of a lease. Set by the owner of these copies."""
         self._finished: deque[tuple[TierWorker, JobId, Sequence[Outcome]]] = deque()
         """Ended jobs that the core has not processed."""
         self._changed = asyncio.Event()
@@ -310,11 +313,16 @@ class TierRuntime:
             case RemoveFromTier(tier, keys):
                 self._workers[tier - 1].remove(keys)
             case LeaseSettled(name) | HoldChanged(name) | EventsRecorded(name):
-                for future in self._waiting.pop(name, ()):
-                    if not future.done():
-                        future.set_result(None)
+                self._wake(name)
+            case EndReaders(lease_id):
+                self.end_readers(lease_id)
             case ContinueWork():
                 self._schedule_slice()
+
+    def _wake(self, name: LeaseId | HoldName | bytes | None) -> None:
+        for future in self._waiting.pop(name, ()):
+            if not future.done():
+                future.set_result(None)
 
     def _schedule_slice(self) -> None:
         if self._slice_failed:

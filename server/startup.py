@@ -308,7 +308,7 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     writers = Writers(runtime)
 
     driver = config.devices.driver
-    devices = DeviceRegistry(runtime, sessions, writers, driver=driver, unavailable=unavailable_reason(driver))
+    devices = DeviceRegistry(runtime, sessions, driver=driver, unavailable=unavailable_reason(driver))
     closers.push_async_callback(devices.close)
     if devices.unavailable:
         _log.info("device copies are not offered", reason=devices.unavailable)
@@ -318,6 +318,8 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
         runtime, sessions, validator, metrics, writers, long_calls, access.authenticator, access.audit_log
     )
     sessions.on_close.append(broker.end_streams_of_session)
+    sessions.on_revoke.append(broker.end_streams_of_session)
+    runtime.end_readers = broker.end_streams_of_lease
     bulk = BulkProcess(runtime.region, config, broker, attach.adopt)
     attach.serve_streams = bulk.serve_streams
     closers.push_async_callback(bulk.close)
@@ -329,7 +331,7 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     cache = CacheService(runtime, sessions, validator, bulk.end_writers, long_calls, sources)
     handoff = HandoffService(runtime, sessions, validator, long_calls)
     conversations = ConversationService(runtime, sessions, validator)
-    device_calls = DeviceCopyCalls(runtime, sessions, validator, metrics, devices)
+    device_calls = DeviceCopyCalls(runtime, sessions, validator, metrics, devices, writers)
     for server in (listeners.grpc, listeners.socket_calls):
         cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)
         events_pb2_grpc.add_EventServiceServicer_to_server(events, server)

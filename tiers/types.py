@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NewType
@@ -69,6 +70,9 @@ class EngineSession:
     writers: set[int] = field(default_factory=set)
     """Connections whose process maps the region. While one of them is open, the process may write
     to the slots of the session."""
+    unmapped_from: float = math.inf
+    """Id of the first store that the process cannot fill through a mapping of the region. The
+    server sets it. It is infinite while the region is mapped, and for callers without a server."""
     requests: set[str] = field(default_factory=set)
 
     @property

@@ -16,7 +16,7 @@ from ...cuda.host.copy import HostBuffer, addresses_of
 from ...cuda.host.pinning import Pin
 from ...protos.v1 import cache_pb2, common_pb2
 from ..effects import Call, Connect, Operation
-from ..errors import DeadlineExceeded, InvalidRequest, KVTierError, SessionLost
+from ..errors import DeadlineExceeded, InvalidRequest, KVTierError, ServerError, SessionLost
 from ..namespace import Namespace
 from ..session.session import ClientSession
 from ..staging import StagingPool
@@ -94,6 +94,12 @@ class Base:
             if isinstance(error, DeadlineExceeded) or not isinstance(error, KVTierError):
                 self._invalidate(session)
             raise
+
+    def _complete_store(self, session: ClientSession, request: cache_pb2.CompleteStoreRequest) -> Operation[None]:
+        """Completes a store. Raises ServerError if the server lacks bytes of its blocks."""
+        answer = yield from self._call_or_end_session(session, "CacheService/CompleteStore", request)
+        if answer.failed_items:
+            raise ServerError(f"the server has not received {len(answer.failed_items)} blocks of a store completely")
 
     def _ignore_errors(self, operation: Operation[None]) -> Operation[None]:
         """Runs an operation that cleans up after a failure. Ignores `KVTierError`."""

@@ -77,9 +77,9 @@ class DeviceOperations(LookupOperations):
             yield from self._move(session, "TransferService/StoreFromDevice", request)
         except BaseException:
             complete.abort = True  # the server responds when all its copies have ended
-            yield from self._ignore_errors(self._call_or_end_session(session, "CacheService/CompleteStore", complete))
+            yield from self._ignore_errors(self._complete_store(session, complete))
             raise
-        yield from self._call_or_end_session(session, "CacheService/CompleteStore", complete)
+        yield from self._complete_store(session, complete)
         return bytes(answer.statuses)
 
     def load_to_device(

@@ -93,11 +93,9 @@ class StoreOperations(Base):
                     return
             except BaseException:  # the store must not stay open, even after a cancellation
                 request.abort = True
-                yield from self._ignore_errors(
-                    self._call_or_end_session(session, "CacheService/CompleteStore", request)
-                )
+                yield from self._ignore_errors(self._complete_store(session, request))
                 raise
-        yield from self._call_or_end_session(session, "CacheService/CompleteStore", request)
+        yield from self._complete_store(session, request)
 
     def store(
         self,

@@ -12,12 +12,25 @@ from ..errors import error_for
 from ..namespace import is_hold_key
 from ..results import KeyStatus
 
-__all__ = ["BlockName", "FakeHold", "FakeHolds"]
+__all__ = ["BlockName", "FakeHold", "FakeHolds", "FakeStore"]
 
 BlockName = tuple[bytes, bytes]
 _Name = tuple[bytes, str, str]
 
 _SECONDS = 30
+
+
+@dataclass(slots=True)
+class FakeStore:
+    """A store between PrepareStore and CompleteStore."""
+
+    engine_id: str
+    rank: int
+    names: list[BlockName]
+    sizes: list[int]
+    staged: bytearray
+    missing: bytearray
+    """A 1 for each byte that has not been received."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from ..results import DurableStatus, KeyStatus, OffloadPolicy, StoreStatus
 from ..session.session import ClientSession
 from ..sync import Client
 from .fake_conversations import FakeBlocks, FakeConversations, FakeStub
-from .fake_holds import BlockName, FakeHolds
+from .fake_holds import BlockName, FakeHolds, FakeStore
 
 __all__ = ["FakeServer"]
 
@@ -45,15 +45,6 @@ class _Lease:
     names: list[BlockName | None]
     blocks: dict[BlockName, dict[int, bytes]]
     """The pinned blocks. A block stays readable even after the end of its last hold."""
-
-
-@dataclass(slots=True)
-class _Store:
-    engine_id: str
-    rank: int
-    names: list[BlockName]
-    sizes: list[int]
-    staged: bytearray
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +89,7 @@ class FakeServer:
         self.epoch = secrets.randbits(62) + 1
         self._sessions: dict[bytes, _Session] = {}
         self._leases: dict[int, _Lease] = {}
-        self._stores: dict[int, _Store] = {}
+        self._stores: dict[int, FakeStore] = {}
         self._holds = FakeHolds(self._ready, self._drop)
         blocks = FakeBlocks(self._nbytes, lambda name: name in self._pinned(), self._drop)
         self._conversations = FakeConversations(blocks)
@@ -303,13 +294,15 @@ class FakeServer:
         store_id = next(self._ids) if granted else 0
         if granted:
             staged = bytearray(sum(sizes))
-            self._stores[store_id] = _Store(session.engine_id, session.rank, granted, sizes, staged)
+            self._stores[store_id] = FakeStore(
+                session.engine_id, session.rank, granted, sizes, staged, bytearray(b"\1" * len(staged))
+            )
             session.stores.add(store_id)
         return cache_pb2.PrepareStoreResponse(
             store_id=store_id, statuses=bytes(statuses), slot_offsets=pack_offsets(0 for _ in granted)
         )
 
-    def _store(self, session: _Session, store_id: int) -> _Store:
+    def _store(self, session: _Session, store_id: int) -> FakeStore:
         store = self._stores.get(store_id)
         if store is None:
             raise error_for("STORE_NOT_FOUND", f"there is no store {store_id}")
@@ -323,13 +316,17 @@ class FakeServer:
         if any(item >= len(store.names) for item in request.failed_items):
             raise error_for("INVALID_ARGUMENT", "a failed item does not exist")
         del self._stores[request.store_id]
-        end = 0
+        end, unreceived = 0, list[int]()
         for number, (name, size) in enumerate(zip(store.names, store.sizes, strict=True)):
             end += size
-            if not request.abort and number not in request.failed_items:
-                self._blocks.setdefault(name, {})[store.rank] = bytes(store.staged[end - size : end])
-                self._world[name] = session.namespace.world_size
-        return cache_pb2.CompleteStoreResponse()
+            if request.abort or number in request.failed_items:
+                continue
+            if 1 in store.missing[end - size : end]:
+                unreceived.append(number)
+                continue
+            self._blocks.setdefault(name, {})[store.rank] = bytes(store.staged[end - size : end])
+            self._world[name] = session.namespace.world_size
+        return cache_pb2.CompleteStoreResponse(failed_items=unreceived)
 
     def _flush(self, request: cache_pb2.FlushRequest) -> cache_pb2.FlushResponse:
         names = self._names(self._session(request.session), request.keys)
@@ -381,13 +378,14 @@ class FakeServer:
 
     def _push(self, frames: Iterable[transfer_pb2.PushRequest]) -> transfer_pb2.PushResponse:
         received = 0
-        store: _Store | None = None
+        store: FakeStore | None = None
         for frame in frames:
             store = store or self._store(self._session(frame.session), frame.store_id)
             end = frame.offset_bytes + len(frame.payload)
             if end > len(store.staged):
                 raise error_for("WRONG_SIZE", f"{end} bytes for a store of {len(store.staged)}")
             store.staged[frame.offset_bytes : end] = frame.payload
+            store.missing[frame.offset_bytes : end] = bytes(len(frame.payload))
             received += len(frame.payload)
         return transfer_pb2.PushResponse(received_bytes=received)
 

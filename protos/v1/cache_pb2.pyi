@@ -306,8 +306,10 @@ class CompleteStoreRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., store_id: _Optional[int] = ..., failed_items: _Optional[_Iterable[int]] = ..., abort: bool = ...) -> None: ...
 
 class CompleteStoreResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("failed_items",)
+    FAILED_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    failed_items: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, failed_items: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
     __slots__ = ("session", "keys", "wait")

@@ -200,6 +200,10 @@ class CacheServiceServicer(object):
     def CompleteStore(self, request, context):
         """Ends a store. A block becomes visible when all ranks have stored their parts of the block.
 
+        A session that does not map the region stores only blocks whose bytes the server has received
+        completely, by Push or StoreFromDevice. The same applies to a session that maps the region if
+        it has begun a Push for the store.
+
         Errors: STORE_NOT_FOUND, NOT_OWNER, INVALID_ARGUMENT (no such item).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -87,8 +87,8 @@ class TransferServiceServicer(object):
     """
 
     def Push(self, request_iterator, context):
-        """Fills slots that PrepareStore granted. Afterwards the client calls CompleteStore, unless
-        `PushResponse.completed` is true.
+        """Fills slots that PrepareStore granted. The server discards bytes that it has received before.
+        Afterwards the client calls CompleteStore, unless `PushResponse.completed` is true.
 
         Errors: STORE_NOT_FOUND, NOT_OWNER, WRONG_SIZE (nothing is stored), CHECKSUM_MISMATCH (retry
         the transfer), LIMIT_EXCEEDED (retry after another stream of the session has ended),

@@ -20,10 +20,14 @@ class PartSequence:
         self._ends = list(accumulate(self._sizes))
         self.total_bytes = self._ends[-1] if self._ends else 0
 
-    def locate(self, position: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yields (memory offset, bytes) of a range's pieces. Raises ValueError beyond the end."""
+    def check(self, position: int, nbytes: int) -> None:
+        """Raises ValueError if a range exceeds the sequence."""
         if position + nbytes > self.total_bytes:
             raise ValueError(f"bytes {position} to {position + nbytes} exceed the sequence of {self.total_bytes} bytes")
+
+    def locate(self, position: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Yields (memory offset, bytes) of a range's pieces. Raises ValueError beyond the end."""
+        self.check(position, nbytes)
         number = bisect_right(self._ends, position)
         while nbytes:
             within = position - (self._ends[number] - self._sizes[number])

@@ -2,20 +2,24 @@
 
 While a Push stream runs, it counts as a writer of the session, like a process that maps the region.
 If the store ends first, the store's slots are not reused until the stream no longer accesses them.
+A Pull stream is a reader of its lease: if the lease ends first, the broker ends the stream, and the
+blocks stay pinned until the stream no longer accesses them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 from prometheus_client import Counter
 
 from ...protos.v1 import common_pb2
+from ...tiers.core.stores import Store
 from ...tiers.errors import CoreError, LeaseNotFound
 from ...tiers.types import EngineSession, LeaseId, StoreId
 from ..auth.audit_log import AuditLog
@@ -43,7 +47,7 @@ from .messages import (
     ToChild,
 )
 
-__all__ = ["BulkBroker", "ReceivedOffsets"]
+__all__ = ["BulkBroker"]
 
 _METHODS = {True: "/kvtier.v1.TransferService/Push", False: "/kvtier.v1.TransferService/Pull"}
 
@@ -56,8 +60,8 @@ class _Stream:
     target: int
     began_at: float
     moved: Counter
-    writing: ExitStack = field(default_factory=ExitStack)
-    """Registers the stream as a writer until closed; empty for a Pull."""
+    access: ExitStack = field(default_factory=ExitStack)
+    """Registers the stream as a writer of a store, or as a reader of a lease, until closed."""
     refused: bool = False
     detached: asyncio.Event = field(default_factory=asyncio.Event)
     limiter: RateLimiter | None = None
@@ -95,7 +99,6 @@ class BulkBroker:
         audit: AuditLog | None = None,
     ) -> None:
         """`authenticator` checks the clients' credentials; `audit` records refused streams."""
-        self.received = ReceivedOffsets(lambda: {store.id for store in runtime.core.stores()})
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
@@ -137,6 +140,8 @@ class BulkBroker:
             case Damaged():
                 self._damaged.inc()
             case Detached():
+                if message.nbytes:
+                    self._moved(stream, message)
                 self._detach(stream)
             case End():
                 self._end(stream, message)
@@ -147,6 +152,11 @@ class BulkBroker:
         for stream in writing:
             self._refuse(stream, "STORE_NOT_FOUND", f"store {store_id} has been completed or cancelled, or has expired")
         return [stream.detached for stream in writing if not stream.detached.is_set()]
+
+    def end_streams_of_lease(self, lease_id: int) -> None:
+        for stream in self._streams.values():
+            if not stream.push and stream.target == lease_id:
+                self._refuse(stream, "LEASE_NOT_FOUND", f"lease {lease_id} has ended")
 
     def end_streams_of_session(self, session_id: bytes) -> None:
         for stream in self._streams.values():
@@ -199,23 +209,31 @@ class BulkBroker:
 
     def _grant_push(self, stream: _Stream, session: EngineSession) -> None:
         store = self._core.renew_store(session, StoreId(stream.target), self._new_expiry())
-        stream.writing.enter_context(self.writers.writing(store))
+        stream.access.enter_context(self.writers.writing(store))
+        store.is_streamed = True
         if len(store.blocks) > _GRANTED_BLOCKS:
-            self._grant_later(stream, partial(self._reader.read_store, session, store.id))
+            self._grant_later(stream, partial(self._reader.read_store, session, store.id), store)
         else:
-            self._send(Granted(stream.number, store.slots(), [block.part_bytes for block in store.blocks]))
+            sizes = [block.part_bytes for block in store.blocks]
+            self._send(Granted(stream.number, store.slots(), sizes, _received(store)))
 
     def _grant_pull(self, stream: _Stream, message: Begin, session: EngineSession) -> None:
         lease = self._core.lease(session, LeaseId(message.target))
+        stream.access.enter_context(self.writers.reading(lease))
         if len(message.items) > _GRANTED_BLOCKS:
             self._grant_later(stream, partial(self._reader.read, session, lease.id, message.items))
         else:
             self._send(Granted(message.stream, *lease.read(message.items, session.own_rank())))
 
-    def _grant_later(self, stream: _Stream, read: Callable[[], Awaitable[tuple[list[int], list[int]]]]) -> None:
+    def _grant_later(
+        self,
+        stream: _Stream,
+        read: Callable[[], Awaitable[tuple[list[int], list[int]]]],
+        store: Store | None = None,
+    ) -> None:
         async def grant() -> None:
             try:
-                granted = Granted(stream.number, *await read())
+                granted = Granted(stream.number, *await read(), _received(store))
             except (CoreError, Refused) as error:
                 if not stream.refused:
                     self._record_refusal(_METHODS[stream.push], stream.ref.session_id, error)
@@ -226,13 +244,14 @@ class BulkBroker:
 
         stream.granting = asyncio.get_running_loop().create_task(grant())
 
-    def _moved(self, stream: _Stream, message: Moved | End) -> None:
+    def _moved(self, stream: _Stream, message: Moved | Detached | End) -> None:
         stream.count(message.nbytes)
         try:
             session = self._sessions.find(stream.ref).core
             if stream.push:
-                self._core.renew_store(session, StoreId(stream.target), self._new_expiry())
-                self.received.add(stream.target, message.start, message.end)
+                store = self._core.renew_store(session, StoreId(stream.target), self._new_expiry())
+                for start, end in zip(message.ranges[::2], message.ranges[1::2], strict=True):
+                    store.receive(start, end)
             else:
                 self._core.renew(session, LeaseId(stream.target), self._new_expiry())
         except (CoreError, Refused) as error:
@@ -240,8 +259,8 @@ class BulkBroker:
 
     def _end(self, stream: _Stream, message: End) -> None:
         self._observe(_METHODS[stream.push], message.code, self._runtime.now() - stream.began_at)
-        if message.nbytes and message.complete:
-            stream.count(message.nbytes)
+        if message.nbytes and message.complete and not stream.push:
+            stream.count(message.nbytes)  # does not renew the lease: it may have expired
         elif message.nbytes:
             self._moved(stream, message)
         self._remove(stream)
@@ -255,12 +274,15 @@ class BulkBroker:
     def _complete(self, stream: _Stream) -> bool:
         """Completes a store or load; returns False if the client must complete the store.
 
-        This is necessary if another stream still writes to the store, or if the store is long.
+        This is necessary if another stream still writes to the store, if the store is long, or if
+        bytes of it are missing.
         """
         session = self._sessions.find(stream.ref).core
         if stream.push:
             store = self._core.store(session, StoreId(stream.target))
             if self.writers.busy(stream.target) or len(store.blocks) > _COMPLETED_BLOCKS:
+                return False
+            if not store.received.covers(0, sum(block.part_bytes for block in store.blocks)):
                 return False
             try:
                 self._core.complete_store(session, StoreId(stream.target))
@@ -287,34 +309,17 @@ class BulkBroker:
 
     def _detach(self, stream: _Stream) -> None:
         stream.detached.set()
-        stream.writing.close()
+        stream.access.close()
 
     def _new_expiry(self) -> float:
         return self._runtime.now() + self._validator.leases.default
 
 
-_SWEEP_ENTRIES = 256
 _GRANTED_BLOCKS = 1024
 """The slots of a longer store or load are read in slices."""
 _COMPLETED_BLOCKS = 1024
 """The end of a longer store would hold the event loop; CompleteStore runs in slices."""
 
 
-class ReceivedOffsets:
-    """Per store, the number of bytes received without a gap from the start."""
-
-    def __init__(self, stores: Callable[[], Collection[int]]) -> None:
-        """`stores` returns the ids of the stores in flight."""
-        self._stores = stores
-        self._ends: dict[int, int] = {}
-
-    def add(self, store_id: int, start: int, end: int) -> None:
-        known = self._ends.get(store_id, 0)
-        if start <= known < end:
-            self._ends[store_id] = end
-            if len(self._ends) >= _SWEEP_ENTRIES:
-                alive = self._stores()
-                self._ends = {number: end for number, end in self._ends.items() if number in alive}
-
-    def of(self, store_id: int) -> int:
-        return self._ends.get(store_id, 0)
+def _received(store: Store | None) -> list[int]:
+    return list(chain.from_iterable(store.received)) if store is not None else []

@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from weakref import WeakValueDictionary
 
+from ...tiers.core.byte_ranges import MAX_GAPS, ByteRanges
 from ..process.child_main import Channel
 from ..refused import Refused
 from .messages import (
@@ -38,7 +40,7 @@ from .messages import (
     encode,
 )
 
-__all__ = ["BrokerClient", "Stream"]
+__all__ = ["BrokerClient", "PushedStore", "Stream"]
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,8 @@ _ANSWER_SECONDS = 10.0
 _REPORT_BYTES = 8 << 20
 """Bytes between two progress reports. Each report wakes the server. If the connection breaks, the
 client sends unreported bytes again."""
+_REPORT_RANGES = 64
+"""Number of separate ranges of bytes between two progress reports."""
 _SLOWEST_RATE = 1 << 20
 """Minimum average bytes per second. A slower stream is ended, because it occupies a thread."""
 _GRACE_SECONDS = 30.0
@@ -74,6 +78,55 @@ class _Access:
         self._stream.detach_if_refused()
 
 
+class PushedStore:
+    """Received bytes of a store, shared by the Push streams of this process that write to it.
+
+    A stream must not overwrite received bytes: if its frame is cut off or damaged, the store would
+    contain bad bytes. Nor may two streams write to the same bytes at once. All methods are
+    thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._received = ByteRanges()
+        self._writing: dict[Stream, tuple[int, int]] = {}
+        self._changed = threading.Condition()
+
+    def add(self, received: Sequence[int], parts: int) -> None:
+        """Adds ranges that the server knows. `parts`: number of parts of the store."""
+        with self._changed:
+            self._received.most = max(self._received.most, parts + MAX_GAPS // 2)
+            for start, end in zip(received[::2], received[1::2], strict=True):
+                self._received.add(start, end)
+
+    def begin_frame(self, stream: Stream, start: int, end: int) -> list[tuple[int, int]]:
+        """Returns the ranges of a frame that the stream may write to, until `end_frame`.
+
+        Ends other streams that are writing to these bytes: the client has probably given them up.
+        Raises `Refused` if they do not end in time.
+        """
+        with self._changed:
+            while others := [one for one, (low, high) in self._writing.items() if low < end and start < high]:
+                for other in others:
+                    other.abort()
+                if not self._changed.wait(_ANSWER_SECONDS):
+                    raise Refused("LIMIT_EXCEEDED", "another stream of the store does not end in time")
+            gaps = self._received.gaps(start, end)
+            self._writing[stream] = (start, end)
+            return gaps
+
+    def end_frame(self, stream: Stream, *, arrived: bool) -> None:
+        """Records the end of a frame. Raises `Refused` if the store has too many gaps."""
+        with self._changed:
+            start, end = self._writing.pop(stream)
+            self._changed.notify_all()
+            if arrived and not self._received.add(start, end):
+                raise Refused("LIMIT_EXCEEDED", "the frames leave too many gaps between received bytes")
+
+    def has_all(self, total: int) -> bool:
+        with self._changed:
+            return self._received.covers(0, total)
+
+
 class Stream:
     def __init__(
         self,
@@ -97,7 +150,10 @@ class Stream:
         self._answer: Granted | Accepted | Committed | None = None
         self._refusal: Refusal | None = None
         self._has_detached = False
-        self._start = self._end = -1
+        self.store = PushedStore()
+        """The store of a Push."""
+        self._ranges: list[int] = []
+        """Start and end of each range of a Push that the server does not know."""
         self._unreported = 0
         self._began_at = self._reported_at = time.monotonic()
 
@@ -123,21 +179,27 @@ class Stream:
         answer = self._wait()
         if isinstance(answer, Granted):
             self.slots, self.sizes = answer.slots, answer.sizes
+            if items is None:
+                self.store = self._broker.pushed_store(target)
+                self.store.add(answer.received, len(answer.sizes))
 
     def moved(self, start: int, nbytes: int) -> None:
-        """Records a transferred frame, and reports progress to the server when a report is due."""
-        if self._end < 0:
-            self._start = self._end = start
-        if start == self._end:
-            self._end += nbytes
+        """Records a transferred frame, and reports progress to the server when a report is due.
+
+        Call with `touching` held, so that the last report follows all frames.
+        """
+        if self._ranges and self._ranges[-1] == start:
+            self._ranges[-1] += nbytes
+        else:
+            self._ranges += (start, start + nbytes)
         self.received += nbytes
         self._unreported += nbytes
-        if self._unreported >= _REPORT_BYTES or time.monotonic() - self._reported_at >= _REPORT_SECONDS:
+        if (
+            self._unreported >= _REPORT_BYTES
+            or len(self._ranges) > 2 * _REPORT_RANGES
+            or time.monotonic() - self._reported_at >= _REPORT_SECONDS
+        ):
             self._report()
-
-    def covers(self, total: int) -> bool:
-        """Returns whether bytes 0 to `total` were transferred in order and without a gap."""
-        return self._start == 0 and self._end == total
 
     def damaged(self) -> None:
         self._broker.send(Damaged(self.number))
@@ -171,7 +233,7 @@ class Stream:
             if self._refusal is None or self._has_detached or self.touching.is_active:
                 return
             self._has_detached = True
-            detached = Detached(self.number)
+            detached = Detached(self.number, *self._take_progress())
         self._broker.send(detached)
 
     def _report(self) -> None:
@@ -179,9 +241,11 @@ class Stream:
             self._broker.send(Moved(self.number, *self._take_progress()))
             self._reported_at = time.monotonic()
 
-    def _take_progress(self) -> tuple[int, int, int]:
-        nbytes, self._unreported = self._unreported, 0
-        return nbytes, max(self._start, 0), max(self._end, 0)
+    def _take_progress(self) -> tuple[int, list[int]]:
+        with self.changed:
+            nbytes, self._unreported = self._unreported, 0
+            ranges, self._ranges = self._ranges, []
+            return nbytes, ranges
 
     def _wait(self) -> Granted | Accepted | Committed | None:
         with self.changed:
@@ -201,6 +265,8 @@ class BrokerClient:
         self._messages = iter(channel)
         self._numbers = itertools.count(1)
         self._streams: dict[int, Stream] = {}
+        self._stores: WeakValueDictionary[int, PushedStore] = WeakValueDictionary()
+        self._lock = threading.Lock()
 
     def setup(self) -> Setup:
         """Returns the server's first message. Exits the process if the server has ended."""
@@ -227,6 +293,11 @@ class BrokerClient:
 
     def close(self, stream: Stream) -> None:
         self._streams.pop(stream.number, None)
+
+    def pushed_store(self, store_id: int) -> PushedStore:
+        """Returns the state of a store, which all its running streams share."""
+        with self._lock:
+            return self._stores.setdefault(store_id, PushedStore())
 
     def send(self, message: FromChild) -> None:
         with suppress(OSError):  # the server has ended; the reading thread exits the process

@@ -52,11 +52,15 @@ class Setup(_Message, frozen=True):
 
 
 class Granted(_Message, frozen=True):
-    """Grants slots to a stream. `sizes` are the bytes of the part in each slot."""
+    """Grants slots to a stream. `sizes` are the bytes of the part in each slot.
+
+    `received`: start and end of each range of bytes that a store has received already.
+    """
 
     stream: int
     slots: list[int]
     sizes: list[int]
+    received: list[int] = []
 
 
 class Refusal(_Message, frozen=True):
@@ -126,12 +130,14 @@ class Begin(_Message, frozen=True):
 
 
 class Moved(_Message, frozen=True):
-    """Progress: bytes transferred since the last report; a Push has received `start` to `end`."""
+    """Progress since the last report: transferred bytes, and the ranges of them for a Push.
+
+    `ranges`: start and end of each verified range that the slots of the store contain.
+    """
 
     stream: int
     nbytes: int
-    start: int = 0
-    end: int = 0
+    ranges: list[int] = []
 
 
 class Damaged(_Message, frozen=True):
@@ -141,9 +147,11 @@ class Damaged(_Message, frozen=True):
 
 
 class Detached(_Message, frozen=True):
-    """Reports that a refused stream no longer accesses the region."""
+    """Reports that a refused stream no longer accesses the region, and its last progress."""
 
     stream: int
+    nbytes: int = 0
+    ranges: list[int] = []
 
 
 class End(_Message, frozen=True):
@@ -156,8 +164,7 @@ class End(_Message, frozen=True):
     code: str
     complete: bool = False
     nbytes: int = 0
-    start: int = 0
-    end: int = 0
+    ranges: list[int] = []
 
 
 ToChild: TypeAlias = Setup | Granted | Refusal | Accepted | Committed | Ping

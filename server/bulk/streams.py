@@ -34,7 +34,7 @@ from ..config.schema import LimitConfig
 from ..process.child_main import connect
 from ..refused import Refused
 from ..rpc.new_connections import NewConnections
-from ..rpc.request_bounds import RequestBounds
+from ..rpc.request_bounds import PushFrameSizes, RequestBounds
 from .broker_client import BrokerClient, Stream
 from .connection_places import ConnectionPlaces, Place
 from .messages import Caller
@@ -230,21 +230,48 @@ class StreamServer:
         request = self._parsed(frames.PUSH, transfer_pb2.PushRequest, message)
         stream.begin(request.store_id)
         parts = PartSequence(stream.slots, stream.sizes)
+        frame_sizes = PushFrameSizes(len(stream.sizes), self._max_frame_bytes)
         while (head := _read_data_head(connection, stream)) is not None:
-            if head.nbytes > self._max_frame_bytes:
-                raise Refused("WRONG_SIZE", f"a frame has {head.nbytes} bytes; the limit is {self._max_frame_bytes}")
+            frame_sizes.check(head.nbytes)
             try:
-                views = self._views(parts, head.offset, head.nbytes)
+                parts.check(head.offset, head.nbytes)
             except ValueError as error:
                 raise Refused("WRONG_SIZE", str(error)) from error
+            self._receive(connection, stream, parts, head)
+        return request.complete and parts.total_bytes > 0 and stream.store.has_all(parts.total_bytes)
+
+    def _receive(self, connection: Connection, stream: Stream, parts: PartSequence, head: frames.DataHead) -> None:
+        """Receives the payload of a frame into the slots. Discards bytes that arrived before."""
+        end = head.offset + head.nbytes
+        gaps, arrived = stream.store.begin_frame(stream, head.offset, end), False
+        try:
+            views = self._destination(parts, head, gaps)
             with stream.touching:
                 stream.check()
                 connection.receive(views)
-            if checksum_on(connection, views) != head.xxh3_64:
-                stream.damaged()
-                raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {head.offset} arrived damaged")
-            stream.moved(head.offset, head.nbytes)
-        return bool(request.complete and stream.covers(parts.total_bytes))
+                if checksum_on(connection, views) != head.xxh3_64:
+                    stream.damaged()
+                    raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {head.offset} arrived damaged")
+                stream.moved(head.offset, head.nbytes)
+            arrived = True
+        finally:
+            stream.store.end_frame(stream, arrived=arrived)
+
+    def _destination(self, parts: PartSequence, head: frames.DataHead, gaps: list[tuple[int, int]]) -> list[memoryview]:
+        """Returns memory for a frame: slots for its `gaps`, and a buffer for repeated bytes."""
+        end = head.offset + head.nbytes
+        if gaps == [(head.offset, end)]:
+            return self._views(parts, head.offset, head.nbytes)
+        if head.nbytes > FRAME_BYTES:
+            text = f"a frame that repeats received bytes has {head.nbytes} bytes; the limit is {FRAME_BYTES}"
+            raise Refused("WRONG_SIZE", text)
+        views, position = [], head.offset
+        for start, stop in [*gaps, (end, end)]:
+            if position < start:
+                views.append(memoryview(bytearray(start - position)))
+            views += self._views(parts, start, stop - start)
+            position = stop
+        return views
 
     def _pull(self, connection: Connection, stream: Stream, message: bytes) -> bool:
         request = self._parsed(frames.PULL, transfer_pb2.PullRequest, message)
@@ -256,7 +283,7 @@ class StreamServer:
             with stream.touching:
                 stream.check()
                 connection.send([frames.pack_data_head(offset, nbytes, checksum_on(connection, views)), *views])
-            stream.moved(offset, nbytes)
+                stream.moved(offset, nbytes)
         return bool(request.complete and parts.total_bytes)
 
     def _parsed(self, method: bytes, kind: Any, message: bytes) -> Any:

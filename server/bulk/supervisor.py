@@ -42,7 +42,6 @@ class BulkProcess:
         self, region: HostRegion, config: Config, broker: BulkBroker, take_calls: Callable[[socket.socket], None]
     ) -> None:
         """`take_calls` gets the connections for calls that the child has accepted."""
-        self.received = broker.received
         self._region = region
         self._limits = config.limits
         self._settings = config.bulk

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Coroutine
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -16,11 +16,9 @@ from ...cuda.device.device_errors import Cause, DeviceError
 from ...cuda.device.exports import DeviceExport, ExportedAllocation, Origin, other_host
 from ...cuda.device.layout import BlockLayout, LayoutError, LayoutRun
 from ...protos.v1 import devices_pb2, session_pb2, transfer_pb2
-from ...tiers.core.stores import Store
 from ...tiers.types import EngineSession
 from ..refused import Refused
 from ..rpc.sessions import SessionRegistry
-from ..rpc.writers import Writers
 from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
 from .copy_worker_client import CopyPlan, CopyWorkerClient
@@ -56,13 +54,10 @@ class DeviceRegistry:
     ``unavailable`` says why the server offers no device copies; "" if it offers them.
     """
 
-    def __init__(
-        self, runtime: TierRuntime, sessions: SessionRegistry, writers: Writers, *, driver: str, unavailable: str
-    ) -> None:
+    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, *, driver: str, unavailable: str) -> None:
         self.unavailable = unavailable
         self._runtime = runtime
         self._sessions = sessions
-        self._writers = writers
         self._driver = driver
         self._workers: dict[str, CopyWorkerClient] = {}
         self._registered: dict[int, Registration] = {}
@@ -126,20 +121,19 @@ class DeviceRegistry:
         del self._registered[registration.id]
         await self._shielded(registration.worker.close(registration.id))
 
-    async def copy(self, registration: Registration, plan: CopyPlan, store: Store | None) -> None:
-        """Executes a plan. ``store``: the store whose slots the plan fills, if any. Raises Refused.
+    async def copy(self, registration: Registration, plan: CopyPlan, access: AbstractContextManager[None]) -> None:
+        """Executes a plan. ``access``: context in which the copy may access slots. Raises Refused.
 
         If the call is cancelled, batches that have started still run to their end.
         """
         number = next(self._copies)
-        writing = ExitStack()
-        # The copy counts as a writer before its task starts. Otherwise the store could end first,
-        # and the server could reuse the slots.
-        if store is not None:
-            writing.enter_context(self._writers.writing(store))
+        held = ExitStack()
+        # The copy accesses the slots before its task starts. Otherwise the store or lease could end
+        # first, and the server could reuse the slots.
+        held.enter_context(access)
 
         async def carry_out() -> None:
-            with writing:
+            with held:
                 await registration.worker.copy(registration.id, number, plan)
 
         try:

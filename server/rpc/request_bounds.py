@@ -20,7 +20,7 @@ from ...protos.v1 import admin_pb2, cache_pb2, conversation_pb2, events_pb2, han
 from ..config.schema import LimitConfig
 from ..refused import Refused
 
-__all__ = ["Bound", "RequestBounds", "field_name", "table_of"]
+__all__ = ["Bound", "PushFrameSizes", "RequestBounds", "field_name", "table_of"]
 
 T = TypeVar("T")
 
@@ -54,6 +54,31 @@ _EQUAL, _MAX_STEP = 16, 4096
 """How many equal lengths in a row suggest that more follow, and how many are compared at once."""
 _FIXED_BYTES = {1: 8, 5: 4}
 _VARINT, _DELIMITED = 0, 2
+_SHORT_FRAME_BYTES = 4096
+_SHORT_FRAMES = 64
+
+
+class PushFrameSizes:
+    """Bounds of the frames of one Push, because each frame costs the server the same work.
+
+    A client may send one frame per part, and parts may be short. So it may send as many frames of
+    less than 4 KiB as the store has parts, and 64 more.
+    """
+
+    def __init__(self, parts: int, most_bytes: int) -> None:
+        """`parts`: number of parts of the store; `most_bytes`: largest payload of a frame."""
+        self._most_bytes = most_bytes
+        self._short_frames = self._left = parts + _SHORT_FRAMES
+
+    def check(self, nbytes: int) -> None:
+        """Raises `Refused` if the next frame must not have this size."""
+        if nbytes > self._most_bytes:
+            raise Refused("WRONG_SIZE", f"a frame has {nbytes} bytes; the limit is {self._most_bytes}")
+        if nbytes < _SHORT_FRAME_BYTES:
+            self._left -= 1
+            if self._left < 0:
+                text = f"more than {self._short_frames} frames have less than {_SHORT_FRAME_BYTES} bytes"
+                raise Refused("WRONG_SIZE", text)
 
 
 @dataclass(frozen=True, slots=True)

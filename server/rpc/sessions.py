@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -88,6 +89,8 @@ class SessionRegistry:
         """Set when the server is about to end. Then the heartbeat streams end."""
         self.on_close: list[Callable[[bytes], None]] = []
         """Callbacks that get the id of an ended session after the core has closed the session."""
+        self.on_revoke: list[Callable[[bytes], None]] = []
+        """Callbacks that get the id of a session whose credentials have become invalid."""
         self._runtime = runtime
         self.limit = max_sessions
         self.opened = 0
@@ -144,6 +147,7 @@ class SessionRegistry:
             if limiter is not None:
                 limiter.close_session()
             raise
+        core.unmapped_from = 0
         session = OpenSession(
             core=core,
             ref=common_pb2.SessionRef(session_id=session_id, epoch=self.epoch),
@@ -278,6 +282,8 @@ class SessionRegistry:
                 session.revoked = True
                 for disconnect in session.disconnects:
                     disconnect()
+                for tell in self.on_revoke:
+                    tell(session.core.id)
 
     def set_transport(self, session: EngineSession, transport: str) -> None:
         self.check(session)
@@ -294,6 +300,7 @@ class SessionRegistry:
         if len(session.attachments) >= _MAX_CONNECTIONS:
             raise Refused("LIMIT_EXCEEDED", f"the session has {_MAX_CONNECTIONS} connections for the region")
         session.attachments.add(connection)
+        session.core.unmapped_from = math.inf
         self._runtime.core.writer_attached(session_id, connection)
         return True
 
@@ -302,6 +309,8 @@ class SessionRegistry:
         session = self._sessions.get(session_id)
         if session is not None:
             session.attachments.discard(connection)
+            if not session.attachments:  # it may have filled the stores that have begun so far
+                session.core.unmapped_from = self._runtime.core.store_handler.table.next_id
         self._runtime.core.writer_gone(session_id, connection)
         self._runtime.run_commands()
 

@@ -1,8 +1,9 @@
-"""Writers: copies by the server's own processes into the slots of a store, on behalf of clients.
+"""Copies by the server's own processes, on behalf of clients: writers of stores, readers of leases.
 
 A running copy counts as a writer of the store, like a client that maps the region. If the store
 ends before the copy, the server reuses the slots only after the end of the copy. CompleteStore also
-takes effect only after the copy.
+takes effect only after the copy. A copy out of the slots of a lease keeps its blocks pinned, also
+if the lease ends before the copy.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
+from ...tiers.core.leases import BlockLease
 from ...tiers.core.stores import Store
 from ..runtime import TierRuntime
 
@@ -45,6 +47,16 @@ class Writers:
             self._runtime.run_commands()
             self._ended.set()
             self._ended = asyncio.Event()
+
+    @contextlib.contextmanager
+    def reading(self, lease: BlockLease) -> Iterator[None]:
+        """Context in which a process of the server may read the slots of an open lease."""
+        lease.readers += 1
+        try:
+            yield
+        finally:
+            self._runtime.core.lookup_handler.end_reader(lease)
+            self._runtime.run_commands()
 
     def busy(self, store_id: int) -> bool:
         """Returns whether a process of the server may be writing to the store's slots."""

@@ -196,15 +196,15 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             failed: Sequence[int] = request.failed_items
             if request.abort:
                 failed = range(len(self._core.store(session, store_id).blocks))
-            await self._long_calls.complete_store(session, store_id, failed)
+            unreceived = await self._long_calls.complete_store(session, store_id, failed)
         except StoreNotFound:
             self._core.writer_done(session, store_id)
             raise
         finally:
             self._runtime.run_commands()
-        if failed:
+        if failed or unreceived:
             self._runtime.notify_change()
-        return cache_pb2.CompleteStoreResponse()
+        return cache_pb2.CompleteStoreResponse(failed_items=unreceived)
 
     async def _end_streams(self, session: EngineSession, store_id: StoreId) -> None:
         with contextlib.suppress(StoreNotFound):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import grpc
@@ -13,12 +15,14 @@ from google.protobuf import message_factory
 from ...cuda.device.device_errors import DeviceError
 from ...protos.v1 import devices_pb2, transfer_pb2
 from ...tiers.core.block import Block
+from ...tiers.core.stores import Store
 from ...tiers.types import GROUP_INDEX_BYTES, LeaseId, StoreId
 from ..devices.copy_worker_client import CopyPlan
 from ..devices.registry import DeviceRegistry, Registration, export_of
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
+from ..rpc.writers import Writers
 from ..runtime import TierRuntime
 from ..telemetry.metrics import Metrics
 
@@ -35,12 +39,14 @@ class DeviceCopyCalls:
         validator: RequestValidator,
         metrics: Metrics,
         devices: DeviceRegistry,
+        writers: Writers,
     ) -> None:
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
         self._validator = validator
         self._devices = devices
+        self._writers = writers
         self._moved = {
             out: metrics.transfer("cuda_ipc", "in" if out else "out") for out in (True, False)
         }  # a copy out of the device is a transfer into the region
@@ -87,7 +93,7 @@ class DeviceCopyCalls:
             [slots[item] for item in items],
             out=True,
         )
-        await self._devices.copy(registration, plan, store)
+        await self._devices.copy(registration, plan, self._writing(store, items))
         # Raises if the store has ended meanwhile, because then the copied bytes are lost.
         self._core.renew_store(session, store_id, self._runtime.now() + self._validator.leases.default)
         return transfer_pb2.StoreFromDeviceResponse(moved_bytes=self._count(plan))
@@ -103,10 +109,22 @@ class DeviceCopyCalls:
         slots, _ = lease.read(items, session.own_rank())
         blocks = [block for block in lease.blocks(items) if block is not None]
         plan = self._plan(registration, request, blocks, slots, out=False)
-        await self._devices.copy(registration, plan, None)
-        # Raises if the lease has ended meanwhile, because then the copy may have read reused slots.
+        await self._devices.copy(registration, plan, self._writers.reading(lease))
+        # Raises if the lease has ended meanwhile.
         self._core.lease(session, lease.id)
         return transfer_pb2.LoadToDeviceResponse(moved_bytes=self._count(plan))
+
+    @contextmanager
+    def _writing(self, store: Store, items: Sequence[int]) -> Iterator[None]:
+        """Context of a copy to these items of a store, which are received if the copy succeeds."""
+        ends = list(accumulate(block.part_bytes for block in store.blocks))
+        ranges = [(ends[item] - store.blocks[item].part_bytes, ends[item]) for item in items]
+        for start, end in ranges:
+            store.received.remove(start, end)
+        with self._writers.writing(store):
+            yield
+            for start, end in ranges:
+                store.receive(start, end)
 
     def _count(self, plan: CopyPlan) -> int:
         self._moved[plan.out].inc(plan.nbytes)

@@ -253,14 +253,18 @@ class LongCalls:
             failed = range(len(self._core.store(session, store_id).blocks))
             await self._complete(session, self._core.store_handler.begin_completion(session, store_id, failed))
 
-    async def complete_store(self, session: EngineSession, store_id: StoreId, failed: Sequence[int]) -> None:
-        """Ends a store, also if the call is cancelled meanwhile. Raises a CoreError."""
+    async def complete_store(self, session: EngineSession, store_id: StoreId, failed: Sequence[int]) -> Sequence[int]:
+        """Ends a store, also if the call is cancelled meanwhile. Raises a CoreError.
+
+        Returns the positions of the further blocks that are not stored, because bytes are missing.
+        """
         store = self._core.store_handler.begin_completion(session, store_id, failed)
         if len(store.blocks) <= _STORE_SLICE:
             self._core.store_handler.complete_slice(store, _STORE_SLICE)
             self._runtime.run_commands()
         else:
             await asyncio.shield(self._spawn(self._complete(session, store)))
+        return store.unreceived or ()
 
     async def _complete(self, session: EngineSession, store: Store) -> None:
         """Completes a store. If the session ends, the core abandons the rest of the store."""

@@ -20,11 +20,12 @@ from google.protobuf.message import DecodeError
 from ...cuda.host.socket_io import checksum
 from ...protos.v1 import common_pb2, transfer_pb2
 from ...protos.wire.part_sequence import PartSequence
+from ...tiers.core.stores import Store
 from ...tiers.types import EngineSession, LeaseId, StoreId
 from ..bulk.supervisor import BulkProcess
 from ..refused import Refused
 from ..rpc.attach import SUFFIX
-from ..rpc.request_bounds import RequestBounds
+from ..rpc.request_bounds import PushFrameSizes, RequestBounds
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..rpc.socket_calls import SocketCallServer
@@ -73,7 +74,6 @@ class TransferService:
         self._bulk = bulk
         self._bounds = bounds
         self._long_calls = long_calls
-        self._received = bulk.received
         self._pushed = metrics.transfer("grpc", "in")
         self._pulled = metrics.transfer("grpc", "out")
         self._damaged = metrics.mismatches("grpc")
@@ -106,6 +106,7 @@ class TransferService:
         ref = common_pb2.SessionRef()
         store_id = StoreId(0)
         parts = PartSequence((), ())
+        frame_sizes = PushFrameSizes(0, self._validator.limits.max_frame_bytes)
         received = 0
         limiter = None
         with contextlib.ExitStack() as running:
@@ -121,30 +122,42 @@ class TransferService:
                     store_id = StoreId(frame.store_id)
                     store = self._core.store(session, store_id)
                     limiter = running.enter_context(self._sessions.stream(session))
+                    store.is_streamed = True
                     parts = PartSequence(store.slots(), [block.part_bytes for block in store.blocks])
+                    frame_sizes = PushFrameSizes(len(store.blocks), self._validator.limits.max_frame_bytes)
                 payload = memoryview(frame.payload)
+                frame_sizes.check(payload.nbytes)
                 if checksum([payload]) != frame.xxh3_64:
                     self._damaged.inc()
                     raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {frame.offset_bytes} arrived damaged")
+                try:
+                    parts.check(frame.offset_bytes, payload.nbytes)
+                except ValueError as error:
+                    raise Refused("WRONG_SIZE", str(error)) from error
+                await self._bulk.end_writers(store_id)  # a client that uses gRPC has given them up
                 # For each frame: the store may have ended, or the token may have been revoked.
                 self._sessions.find(ref)
                 expires_at = self._runtime.now() + self._validator.leases.default
-                self._core.renew_store(session, store_id, expires_at)
-                taken = 0
-                try:
-                    for start, nbytes in parts.locate(frame.offset_bytes, payload.nbytes):
-                        self._memory[start : start + nbytes] = payload[taken : taken + nbytes]
-                        taken += nbytes
-                except ValueError as error:
-                    raise Refused("WRONG_SIZE", str(error)) from error
-                received += taken
-                self._pushed.inc(taken)
+                store = self._core.renew_store(session, store_id, expires_at)
+                self._write(store, parts, frame.offset_bytes, payload)
+                received += payload.nbytes
+                self._pushed.inc(payload.nbytes)
                 if limiter is not None:
-                    limiter.count_bytes(taken)
-                self._received.add(store_id, frame.offset_bytes, frame.offset_bytes + taken)
+                    limiter.count_bytes(payload.nbytes)
         if session is None:
             raise Refused("INVALID_ARGUMENT", "the stream ended before its first frame")
         return transfer_pb2.PushResponse(received_bytes=received)
+
+    def _write(self, store: Store, parts: PartSequence, offset: int, payload: memoryview) -> None:
+        """Copies a verified payload to the slots, except bytes that have arrived before."""
+        end = offset + payload.nbytes
+        for first, last in store.received.gaps(offset, end):
+            taken = first - offset
+            for start, nbytes in parts.locate(first, last - first):
+                self._memory[start : start + nbytes] = payload[taken : taken + nbytes]
+                taken += nbytes
+        if not store.receive(offset, end):
+            raise Refused("LIMIT_EXCEEDED", "the frames leave too many gaps between received bytes")
 
     async def Pull(
         self, request: transfer_pb2.PullRequest, context: grpc.aio.ServicerContext
@@ -170,10 +183,10 @@ class TransferService:
     ) -> transfer_pb2.LocateResponse:
         """Returns where the bulk process listens, and how many bytes of a store have arrived."""
         session = self._sessions.get(request.session)
+        received = 0
         if request.store_id:
-            self._core.store(session, StoreId(request.store_id))
+            received = self._core.store(session, StoreId(request.store_id)).received.leading
         port = self._bulk.locate()
-        received = self._received.of(request.store_id)
         if port is None:
             return transfer_pb2.LocateResponse(received_bytes=received)
         return transfer_pb2.LocateResponse(socket_port=port, unix_suffix=SUFFIX, received_bytes=received)

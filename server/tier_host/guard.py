@@ -47,6 +47,7 @@ _ATTRIBUTES = (
 )
 """Attributes copied from the tier; `open_tier` has checked them."""
 _FAILED = object()
+_ZEROS = bytes(64 << 10)
 
 
 class CheckedTier(SecondaryTier):
@@ -166,12 +167,17 @@ class CheckedTier(SecondaryTier):
         return self._outcomes("store", self._tier.store, blocks)
 
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Loads blocks. A block is CORRUPT if a third-party tier did not fill one of its parts."""
+        """Loads blocks. A block is CORRUPT if a third-party tier did not fill one of its parts.
+
+        The slots may contain blocks of another tenant. So the parts are zeros before the load of a
+        third-party tier: bytes that it does not write stay zeros.
+        """
         if not self._foreign:
             return self._outcomes("load", self._tier.load, blocks)
         canary = os.urandom(CANARY_BYTES)
         for block in blocks:
             for part in block.parts:
+                _clear(part)
                 write_canary(part, canary)
         outcomes = self._outcomes("load", self._tier.load, copy_views(blocks))
         for number, block in enumerate(blocks):
@@ -290,6 +296,12 @@ def safe_repr(thing: object) -> str:
 def copy_views(blocks: Sequence[BlockBytes]) -> list[BlockBytes]:
     """Returns the blocks with new views of the same memory. A tier may release these views."""
     return [BlockBytes(block.namespace, block.key, tuple(part[:] for part in block.parts)) for block in blocks]
+
+
+def _clear(part: memoryview) -> None:
+    for start in range(0, part.nbytes, len(_ZEROS)):
+        piece = part[start : start + len(_ZEROS)]
+        piece[:] = _ZEROS[: piece.nbytes]
 
 
 def write_canary(part: memoryview, canary: bytes) -> None:

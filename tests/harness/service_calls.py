@@ -170,6 +170,9 @@ def transfers_of(calls: Calls) -> TransferService:
     calls.registry.find = lambda _: None
     counter = SimpleNamespace(inc=lambda _: None)
     metrics: Any = SimpleNamespace(transfer=lambda *_: counter, mismatches=lambda _: counter)
-    bulk: Any = SimpleNamespace(received=SimpleNamespace(add=lambda *_: None))
+
+    async def end_writers(_: int) -> None: ...
+
+    bulk: Any = SimpleNamespace(end_writers=end_writers)
     bounds: Any = SimpleNamespace(check=lambda *_: None)
     return TransferService(calls.runtime, calls.registry, calls.validator, metrics, bulk, bounds, calls.long_calls)

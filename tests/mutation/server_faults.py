@@ -51,8 +51,14 @@ SERVER_FAULTS = (
     Fault(
         "a long Push does not renew its store",
         _TRANSFER,
-        "                self._core.renew_store(session, store_id, expires_at)\n",
-        "",
+        "store = self._core.renew_store(session, store_id, expires_at)",
+        "store = self._core.store(session, store_id)",
+    ),
+    Fault(
+        "a Push over gRPC does not count its bytes",
+        _TRANSFER,
+        "        if not store.receive(offset, end):\n",
+        "        if False:\n",
     ),
     Fault(
         "a Pull continues after its lease has ended",
@@ -92,10 +98,9 @@ SERVER_FAULTS = (
         "",
     ),
     Fault(
-        "a load from reused slots is confirmed",
+        "a load under an ended lease is confirmed",
         _DEVICES,
-        "        # Raises if the lease has ended meanwhile, because then the copy may have read reused slots.\n"
-        "        self._core.lease(session, lease.id)\n",
+        "        # Raises if the lease has ended meanwhile.\n        self._core.lease(session, lease.id)\n",
         "",
     ),
     Fault(
@@ -159,6 +164,17 @@ SERVER_FAULTS = (
         "        finally:\n            pass\n",
     ),
     Fault(
+        "a store without bytes is published",
+        "server/rpc/sessions.py",
+        "        core.unmapped_from = 0\n",
+        "",
+    ),
+    Fault(
+        "slots are reused while a stream reads them",
+        "server/rpc/writers.py",
+        "        lease.readers += 1\n",
+        "        lease.readers += 0\n",
+    ),
         "other users may attach",
         "server/rpc/attach.py",
         "return _credentials_of(connection)[1] in (0, os.getuid())",
@@ -179,8 +195,8 @@ SERVER_FAULTS = (
     Fault(
         "a Push with a gap completes its store",
         _STREAMS,
-        "return bool(request.complete and stream.covers(parts.total_bytes))",
-        "return bool(request.complete)",
+        "return request.complete and parts.total_bytes > 0 and stream.store.has_all(parts.total_bytes)",
+        "return request.complete",
     ),
     Fault(
         "ended connections count as open",
@@ -223,8 +239,8 @@ SERVER_FAULTS = (
     Fault(
         "bytes of a stream are reported at its end only",
         _CLIENT,
-        "if self._unreported >= _REPORT_BYTES or time.monotonic() - self._reported_at >= _REPORT_SECONDS:",
-        "if False:",
+        "self._unreported >= _REPORT_BYTES\n",
+        "False\n",
     ),
     Fault(
         "a plan outside of the blocks ends the copy worker",
@@ -254,8 +270,8 @@ SERVER_FAULTS = (
     Fault(
         "slots are reused during a copy of a device",
         _REGISTRY,
-        "            writing.enter_context(self._writers.writing(store))\n",
-        "            pass\n",
+        "        held.enter_context(access)\n",
+        "",
     ),
     Fault(
         "a cancelled call does not cancel its copy",

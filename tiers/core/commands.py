@@ -12,6 +12,7 @@ from .block import Block
 __all__ = [
     "Command",
     "ContinueWork",
+    "EndReaders",
     "EventsRecorded",
     "HoldChanged",
     "LeaseSettled",
@@ -65,6 +66,13 @@ class LeaseSettled:
 
 
 @dataclass(frozen=True, slots=True)
+class EndReaders:
+    """A lease with readers has ended: end the copies from its slots, which stay pinned."""
+
+    lease_id: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
 class HoldChanged:
     """A hold was published, has ended or has no pending block: wake clients that wait for it."""
 
@@ -90,6 +98,7 @@ Command = (
     | LookupInTier
     | RemoveFromTier
     | LeaseSettled
+    | EndReaders
     | HoldChanged
     | EventsRecorded
     | ContinueWork

@@ -53,6 +53,8 @@ class BlockLease:
         hits: number of items that are not a miss.
         record: the lookup in the request log.
         counted: whether the hits and misses of its items are counted.
+        readers: number of copies from its slots by processes of the server. The blocks stay pinned
+            until the lease and all its readers have ended.
     """
 
     id: LeaseId
@@ -68,6 +70,7 @@ class BlockLease:
     record: LookupRecord | None = None
     counted: bool = True
     indices: dict[int, int] | None = None
+    readers: int = 0
 
     def blocks(self, items: Sequence[int]) -> list[Block | None]:
         """Returns the blocks of items; None for an item that is not a hit or does not exist."""
@@ -271,9 +274,16 @@ class LeaseTable:
         return lease
 
     def end(self, lease: BlockLease) -> None:
-        """Ends a lease, but keeps its pins until `unpin_slice` removes them."""
+        """Ends a lease. Its pins remain until it has no reader and `unpin_slice` runs."""
         self._forget(lease)
-        self._pending_unpins.append((lease.items, len(lease.items)))
+        if not lease.readers:
+            self._pending_unpins.append((lease.items, len(lease.items)))
+
+    def end_reader(self, lease: BlockLease) -> None:
+        """Ends a reader. The pins of an ended lease then remain until `unpin_slice` runs."""
+        lease.readers -= 1
+        if not lease.readers and not self.is_open(lease):
+            self._pending_unpins.append((lease.items, len(lease.items)))
 
     def unpin_slice(self) -> bool:
         """Removes a slice of the pins of ended leases; returns whether pins are left."""

@@ -14,6 +14,7 @@ from ..stats.miss_ratio_curve import MissRatioCurves
 from ..stats.request_log import LookupRecord, OutcomeRun, RequestLog, limit_runs, outcome_runs
 from ..types import EngineSession, MissReason, NamespaceSpec, Owner
 from .block import Block
+from .commands import Command, EndReaders
 from .conversations import Conversation, ConversationTable
 from .cpu_tier import CpuTier
 from .leases import BlockLease, LeaseTable, SlicedLookup
@@ -43,6 +44,7 @@ class LookupHandler:
         miss_ratio_curves: MissRatioCurves | None,
         first_id: int,
         continue_if: Callable[[bool], None],
+        commands: list[Command],
     ) -> None:
         """`continue_if`: if its argument is True, `leases.unpin_slice` is called later."""
         self.leases = LeaseTable(cpu_tier, first_id)
@@ -56,6 +58,7 @@ class LookupHandler:
         self._request_log = request_log
         self._miss_ratio_curves = miss_ratio_curves
         self._continue_if = continue_if
+        self._commands = commands
         self._misses = MissExplainer(cpu_tier, self._residency, history)
         self.remember_namespace = self._misses.remember_namespace
 
@@ -225,6 +228,13 @@ class LookupHandler:
         for lease in leases:
             self._count_pending(lease)
             self.leases.end(lease)
+            if lease.readers:
+                self._commands.append(EndReaders(lease.id))
+        self._continue_if(self.leases.unpin_slice())
+
+    def end_reader(self, lease: BlockLease) -> None:
+        """Called when a process of the server has ended a copy from a lease's slots."""
+        self.leases.end_reader(lease)
         self._continue_if(self.leases.unpin_slice())
 
     def _count_pending(self, lease: BlockLease) -> None:

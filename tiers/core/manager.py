@@ -133,6 +133,7 @@ class TierManager:
             miss_ratio_curves=self._miss_ratio_curves,
             first_id=first_id,
             continue_if=self._sliced_work.continue_if,
+            commands=self._commands,
         )
         self.handoffs = HandoffHandler(
             cpu_tier=self._cpu_tier,

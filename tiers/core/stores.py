@@ -11,6 +11,7 @@ from ..stats.eviction_history import EvictionHistory
 from ..stats.miss_ratio_curve import MissRatioCurves
 from ..types import EngineKey, EngineSession, MissReason, Owner, StoreAnswer, StoreId, StoreStatus
 from .block import Block
+from .byte_ranges import MAX_GAPS, ByteRanges
 from .completions import CompletionHandler
 from .conversations import ConversationTable
 from .cpu_tier import CpuTier
@@ -45,6 +46,36 @@ class Store:
     """Number of blocks that the completion has already removed from `blocks`."""
     user: Hashable = None
     """The request, for eviction policies. A store in slices counts as one use of its blocks."""
+    received: ByteRanges = field(default_factory=ByteRanges)
+    """Positions, in the sequence of parts, of the bytes that the server itself has written."""
+    is_streamed: bool = False
+    """Whether a stream may have written to the slots. Then the server must have received all bytes,
+    even if the client maps the region."""
+    unreceived: list[int] | None = None
+    """Positions of the blocks that the completion has failed, because the server lacks bytes of
+    them; None if the bytes may come through a mapping of the region."""
+    _completed_bytes: int = 0
+
+    def receive(self, start: int, end: int) -> bool:
+        """Records bytes that the server has written. Returns False if there are too many gaps."""
+        self.received.most = len(self.blocks) + MAX_GAPS
+        return self.received.add(start, end)
+
+    def missing_of(self, blocks: Sequence[Block]) -> Collection[int]:
+        """Returns the positions of the not written ones of the next blocks of the completion."""
+        failed = self.failed or frozenset()
+        if self.unreceived is None:
+            return failed
+        missing, end = set(), self._completed_bytes
+        for number, block in enumerate(blocks, start=self.completed):
+            start, end = end, end + block.part_bytes
+            if number in failed:
+                missing.add(number)
+            elif not self.received.covers(start, end):
+                missing.add(number)
+                self.unreceived.append(number)
+        self._completed_bytes = end
+        return missing
 
     def slots(self, blocks: Sequence[Block] | None = None) -> list[int]:
         """Returns the slots of these blocks of the store; None: of all."""
@@ -282,11 +313,16 @@ class StoreHandler:
         return bool(self._abandoned or self._pending_unpins)
 
     def begin_completion(self, session: EngineSession, store_id: StoreId, failed: Collection[int] = ()) -> Store:
-        """Begins to complete a store. From now on no call of a client finds the store."""
+        """Begins to complete a store. From now on no call of a client finds the store.
+
+        Blocks whose bytes the server has not received fail, unless the session maps the region.
+        """
         store = self.table.get(store_id, session.engine)
         if max(failed, default=-1) >= len(store.blocks):
             raise InvalidItem(f"store {store_id} has {len(store.blocks)} blocks")
         store.failed = failed if isinstance(failed, range) else frozenset(failed)
+        if store.is_streamed or store.id >= session.unmapped_from:
+            store.unreceived = []
         return store
 
     def complete_slice(self, store: Store, most: int | None = None) -> bool:
@@ -300,7 +336,7 @@ class StoreHandler:
         return bool(store.blocks)
 
     def _complete(self, store: Store, blocks: Sequence[Block]) -> None:
-        missing, first = store.failed or frozenset(), store.completed
+        missing, first = store.missing_of(blocks), store.completed
         store.blocks = store.blocks[len(blocks) :]
         store.completed += len(blocks)
         if not store.blocks:

@@ -70,8 +70,7 @@ def registry_of(region: HostRegion) -> DeviceRegistry:
     """A registry with real copy workers, whose sessions never end."""
     runtime: Any = SimpleNamespace(region=region)
     sessions: Any = SimpleNamespace(on_close=[], check=lambda _: None)
-    writers: Any = None
-    return DeviceRegistry(runtime, sessions, writers, driver="devices.gated_driver:make", unavailable="")
+    return DeviceRegistry(runtime, sessions, driver="devices.gated_driver:make", unavailable="")
 
 
 def test_missing_devices_use_up_no_limit(region: HostRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -71,7 +72,10 @@ def test_scheduler_has_no_slots(world: World) -> None:
     """A session without a rank may look up blocks; it gets no slots and no lease."""
     keys = [key_of(number, salt="two ranks") for number in range(4)]
     for rank in (0, 1):
-        with RawSession(world.server.endpoint, TWO_RANKS, engine_id="workers", rank=rank) as worker:
+        with (
+            RawSession(world.server.endpoint, TWO_RANKS, engine_id="workers", rank=rank) as worker,
+            contextlib.closing(worker.attach()),
+        ):
             answer = worker.cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=worker.ref, keys=keys))
             worker.cache.CompleteStore(cache_pb2.CompleteStoreRequest(session=worker.ref, store_id=answer.store_id))
     refuse(world, as_scheduler("PrepareStore", lambda _: cache_pb2.PrepareStoreRequest(keys=keys)), INVALID)

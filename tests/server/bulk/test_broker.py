@@ -63,8 +63,9 @@ async def test_the_last_stream_completes_a_store(site: Site) -> None:
     store = site.calls.store(KEYS)
     for number in (1, 2):
         site.begin(number, store, push=True)
+    total = len(KEYS) * PART
     for number, completed in ((1, False), (2, True)):
-        site.broker.handle(End(number, "OK", complete=True))
+        site.broker.handle(End(number, "OK", complete=True, nbytes=total, ranges=[0, total]))
         assert site.sent.pop() == Committed(number, completed=completed)
     assert (await site.calls.look_up(KEYS)).prefix_hits == len(KEYS)
 

@@ -73,12 +73,12 @@ def test_progress_is_reported_during_a_stream(
     stream.moved(0, most - 1)
     assert server.sent == []
     stream.moved(most - 1, 1)
-    assert server.sent == [Moved(stream.number, most, 0, most)]
+    assert server.sent == [Moved(stream.number, most, [0, most])]
     stream.moved(most, 5)
     assert len(server.sent) == 1
     now += broker_client._REPORT_SECONDS
     stream.moved(most + 5, 5)
-    assert server.sent[1:] == [Moved(stream.number, 10, 0, most + 10)]
+    assert server.sent[1:] == [Moved(stream.number, 10, [most, most + 10])]
 
 
 def test_a_refused_stream_does_not_delay_others(server: Server, broker: BrokerClient) -> None:

@@ -29,11 +29,11 @@ async def test_a_cancelled_call_cancels_its_copy() -> None:
     worker: Any = SimpleNamespace(copy=copy, cancel=lambda *copy: cancelled.append(copy))
     async with serving() as calls:
         writers, unused = Writers(calls.runtime), SimpleNamespace(on_close=[])
-        devices = DeviceRegistry(calls.runtime, unused, writers, driver="off", unavailable="")  # type: ignore[arg-type]
+        devices = DeviceRegistry(calls.runtime, unused, driver="off", unavailable="")  # type: ignore[arg-type]
         store = calls.runtime.core.store(calls.session, calls.store([key_of(0)]))
         plan = CopyPlan(True, {}, 0, None, 0)
         registration = Registration(7, b"s", worker, SimpleNamespace(), 0)  # type: ignore[arg-type]
-        call = asyncio.create_task(devices.copy(registration, plan, store))
+        call = asyncio.create_task(devices.copy(registration, plan, writers.writing(store)))
         await began.wait()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):

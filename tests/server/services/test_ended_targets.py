@@ -16,6 +16,7 @@ from kvtier.protos.v1 import admin_pb2, cache_pb2, session_pb2, transfer_pb2
 from kvtier.server.config.schema import LimitConfig, SessionConfig
 from kvtier.server.refused import Refused
 from kvtier.server.rpc.sessions import SessionRegistry
+from kvtier.server.rpc.writers import Writers
 from kvtier.server.services.admin import AdminService
 from kvtier.server.services.devices import DeviceCopyCalls
 from kvtier.server.services.session import SessionService
@@ -123,7 +124,8 @@ async def test_a_copy_to_an_ended_store_is_not_confirmed(calls: Calls, *, ends: 
     registration = SimpleNamespace(num_blocks=lambda _: len(KEYS), events=0)
     devices: Any = SimpleNamespace(get=lambda *_: registration, copy=copy)
     metrics: Any = SimpleNamespace(transfer=lambda *_: SimpleNamespace(inc=lambda _: None))
-    service = DeviceCopyCalls(calls.runtime, calls.registry, calls.validator, metrics, devices)
+    writers = Writers(calls.runtime)
+    service = DeviceCopyCalls(calls.runtime, calls.registry, calls.validator, metrics, devices, writers)
     request = transfer_pb2.StoreFromDeviceRequest(store_id=store, blocks=range(len(KEYS)))
     if ends:
         with pytest.raises(StoreNotFound):
