@@ -175,6 +175,7 @@ SERVER_FAULTS = (
         "        lease.readers += 1\n",
         "        lease.readers += 0\n",
     ),
+    Fault(
         "other users may attach",
         "server/rpc/attach.py",
         "return _credentials_of(connection)[1] in (0, os.getuid())",
