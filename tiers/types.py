@@ -14,6 +14,7 @@ __all__ = [
     "GROUP_INDEX_BYTES",
     "HOLD_ONLY_KEY_PREFIX",
     "MAX_PART_SIZES",
+    "NAMESPACE_BYTES",
     "REST",
     "SLOT_ALIGNMENT",
     "TENANT_TAG_BYTES",
@@ -235,9 +236,12 @@ class Owner:
         return (self.engine, self.request_id) if self.request_id else None
 
 
-TENANT_TAG_BYTES = 4
-"""Length of the tenant tag at the start of a namespace id. After a restart the tag identifies the
-tenant of recovered blocks."""
+TENANT_TAG_BYTES = 16
+"""Length of the tenant tag at the start of a namespace id. The tag decides which tenant owns a block
+and may see it. Clients choose the names of tenants, so no two names with one tag may be findable."""
+
+NAMESPACE_BYTES = 32
+"""Length of a namespace id: the tenant tag, and a digest of the namespace."""
 
 REST = ""
 """Name of the default share, which all tenants without a quota use."""

@@ -46,7 +46,7 @@ SLICE_BLOCKS = 64
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused, so that an id always means the same content
-    name BLOB NOT NULL UNIQUE,             -- namespace (16 bytes) and key
+    name BLOB NOT NULL UNIQUE,             -- namespace (32 bytes) and key
     nbytes INTEGER NOT NULL,
     sizes BLOB NOT NULL,                   -- of the parts, 8 bytes each
     checksum BLOB NOT NULL,
@@ -103,7 +103,7 @@ class SQLiteTier(SecondaryTier):
     def entries(self) -> Iterator[Entry]:
         """Yields the stored blocks in the order in which they were stored."""
         for name, nbytes in self._connection().execute("SELECT name, nbytes FROM blocks ORDER BY id"):
-            yield Entry(NamespaceId(name[:16]), name[16:], nbytes)
+            yield Entry(NamespaceId(name[:NAMESPACE_BYTES]), name[NAMESPACE_BYTES:], nbytes)
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         """Writes the valid blocks in one transaction. Invalid blocks have the outcome FAILED."""
@@ -261,4 +261,4 @@ def _checksum(name: bytes, sizes: bytes, content: bytes) -> bytes | None:
     for size in lengths:
         parts.append(view[:size])
         view = view[size:]
-    return block_checksum(NamespaceId(name[:16]), name[16:], tuple(parts)).to_bytes(8, "little")
+    return block_checksum(NamespaceId(name[:NAMESPACE_BYTES]), name[NAMESPACE_BYTES:], tuple(parts)).to_bytes(8, "little")

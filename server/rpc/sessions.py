@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ...protos.v1 import common_pb2, session_pb2
 from ...tiers.base import NamespaceId
-from ...tiers.types import TENANT_TAG_BYTES, EngineSession, NamespaceSpec
+from ...tiers.types import NAMESPACE_BYTES, TENANT_TAG_BYTES, EngineSession, NamespaceSpec
 from ..auth.rate_limits import RateLimiter, RateLimiters
 from ..auth.roles import CALLER, OWNER, Identity
 from ..config.schema import RateConfig
@@ -37,8 +37,7 @@ _MAX_SHOWN_GROUPS = 32
 
 With this limit, the status of a thousand sessions is smaller than the largest gRPC message.
 """
-_NAMESPACE_FORMAT = b"kvtier.namespace.2"
-_NAMESPACE_ID_BYTES = 16
+_NAMESPACE_FORMAT = b"kvtier.namespace.3"
 
 
 @dataclass(slots=True, eq=False)
@@ -349,7 +348,7 @@ def namespace_spec(namespace: common_pb2.Namespace) -> NamespaceSpec:
         fields += [group.name, str(int(group.kind)), str(group.block_tokens), str(group.part_bytes)]
     for name, value in sorted(namespace.attributes.items()):
         fields += [name, value]
-    digest = hashlib.blake2b(digest_size=_NAMESPACE_ID_BYTES - TENANT_TAG_BYTES, person=b"kvtier")
+    digest = hashlib.blake2b(digest_size=NAMESPACE_BYTES - TENANT_TAG_BYTES, person=b"kvtier")
     digest.update(_NAMESPACE_FORMAT)
     for text in fields:
         raw = text.encode()

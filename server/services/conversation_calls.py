@@ -17,8 +17,7 @@ from ...tiers.core.conversation_tasks import PIN_SECONDS, ActionCounts, BlockAct
 from ...tiers.core.conversations import Conversation
 from ...tiers.core.prefetches import PrefetchAnswer
 from ...tiers.core.secondary import Presence
-from ...tiers.storage.fsck import NAMESPACE_BYTES
-from ...tiers.types import EngineSession, NamespaceSpec
+from ...tiers.types import NAMESPACE_BYTES, EngineSession, NamespaceSpec
 from ..auth.roles import CALLER, Role
 from ..config.tenants import tenant_tag
 from ..refused import Refused

@@ -70,7 +70,7 @@ class PackTierContract(SharedTierContract):
 
     def test_names_have_format_tenant_namespace_and_hour(self, first: SecondaryTier) -> None:
         """So permissions and lifecycle rules can be given per tenant."""
-        namespace = NamespaceId(bytes(range(16)))
+        namespace = NamespaceId(bytes(range(32)))
         before = time.time()
         first.store([full(ROW[0], [b"x"], namespace)])
         (path,) = self.paths()
@@ -165,8 +165,8 @@ class PackTierContract(SharedTierContract):
             case "empty":
                 pack.clear()
             case "other namespace":
-                first.store([full(ROW[1], [b"lost"], NamespaceId(bytes(16)))])
-                pack = bytearray(self.get(self.packs_with(full(ROW[1], [b""], NamespaceId(bytes(16))))[0][0]))
+                first.store([full(ROW[1], [b"lost"], NamespaceId(bytes(32)))])
+                pack = bytearray(self.get(self.packs_with(full(ROW[1], [b""], NamespaceId(bytes(32))))[0][0]))
         self.put(path, bytes(pack))
         assert second.lookup([(SPACE, ROW[0]), (SPACE, ROW[1])]) == [True, False]
         assert second.store([full(ROW[1], [b"lost"])]) == [DONE]

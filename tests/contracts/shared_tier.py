@@ -377,7 +377,7 @@ class KeyValueContract(SharedTierContract):
 
     def test_names_have_format_tenant_namespace_and_key(self, first: SecondaryTier) -> None:
         """So permissions can be given per tenant, and another format sees none of the values."""
-        namespace, name = NamespaceId(bytes(range(16))), b"\xff\x00"
+        namespace, name = NamespaceId(bytes(range(32))), b"\xff\x00"
         first.store([full(name, [b"x"], namespace)])
         assert self.read(b"kvtier/%d/00010203/0405060708090a0b0c0d0e0f/ff00" % self.value_format) is not None
 

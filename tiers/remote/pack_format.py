@@ -1,11 +1,11 @@
 """Names and content of packs: objects that each hold the values of many blocks of one namespace.
 
 A name is `kvtier/packFORMAT/TENANT/NAMESPACE/HOUR/TIME-WRITER-INDEX`, for example
-`kvtier/pack1/00010203/0405060708090a0b0c0d0e0f/2026-11-25T03/1730250-0f1e2d3c4b5a6978-2c4`:
+`kvtier/pack3/0001…0e0f/1011…1e1f/2026-11-25T03/1730250-0f1e2d3c4b5a6978-2c4`:
 
 | part | meaning |
 |---|---|
-| FORMAT | format of the values: 1, or 2 if they are encrypted |
+| FORMAT | format of the values: 3, or 4 if they are encrypted |
 | TENANT | tag of the tenant, so permissions and lifecycle rules can be given per tenant |
 | HOUR, TIME | UTC time of the store: hour; minutes, seconds and milliseconds |
 | WRITER | random number, because two servers can store at the same time |
@@ -54,7 +54,7 @@ __all__ = [
     "start_of",
 ]
 
-FORMATS = (1, 2)
+FORMATS = (3, 4)
 """Formats of packs that a server of this version writes."""
 ROOT = "kvtier/"
 MAX_INDEX_BYTES = 4 << 20
@@ -111,7 +111,7 @@ def format_folder(value_format: int) -> str:
     return f"{ROOT}pack{value_format}/"
 
 
-def folder_of(namespace: NamespaceId, value_format: int = 1) -> str:
+def folder_of(namespace: NamespaceId, value_format: int = FORMATS[0]) -> str:
     """Returns the folder of a namespace's packs."""
     return f"{format_folder(value_format)}{namespace[:TENANT_TAG_BYTES].hex()}/{namespace[TENANT_TAG_BYTES:].hex()}/"
 

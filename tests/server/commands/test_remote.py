@@ -59,7 +59,7 @@ def test_old_objects_are_deleted(config: str, bucket: Path) -> None:
     (bucket / "kvtier/pack9/00/later").write_text("x")
     for path in files(bucket):
         age(path, 2.9)
-    old = next(path for path in files(bucket) if "pack1" in str(path))
+    old = next(path for path in files(bucket) if "pack3" in str(path))
     age(old, 3.1)
     before = files(bucket)
     name = str(old.relative_to(bucket))
@@ -79,12 +79,12 @@ def test_old_objects_are_deleted(config: str, bucket: Path) -> None:
 
 def test_encrypted_objects_are_deleted_too(config: str, bucket: Path) -> None:
     store(bucket, 1)
-    encrypted = bucket / "kvtier/pack2/00/object"
+    encrypted = bucket / "kvtier/pack4/00/object"
     encrypted.parent.mkdir(parents=True)
     encrypted.write_text("x")
     age(encrypted, 4)
     report = json_output("remote", "gc", "--config", config)
-    assert [each["path"] for each in report["objects"]] == ["kvtier/pack2/00/object"]
+    assert [each["path"] for each in report["objects"]] == ["kvtier/pack4/00/object"]
 
 
 def test_a_server_forgets_deleted_objects(config: str, bucket: Path) -> None:
@@ -103,11 +103,11 @@ def test_a_server_forgets_deleted_objects(config: str, bucket: Path) -> None:
 def test_objects_of_old_formats_are_deleted_at_once(config: str, bucket: Path) -> None:
     """Those of current formats and of later ones stay."""
     store(bucket, 1)
-    for folder in ("pack0", "pack2", "pack3", "packx"):
+    for folder in ("pack2", "pack4", "pack5", "packx"):
         (bucket / "kvtier" / folder / "00").mkdir(parents=True)
         (bucket / "kvtier" / folder / "00/object").write_text("x")
     report = json_output("remote", "gc", "--config", config, "--old-formats")
-    assert [each["path"] for each in report["objects"]] == ["kvtier/pack0/00/object"]
+    assert [each["path"] for each in report["objects"]] == ["kvtier/pack2/00/object"]
     assert len(files(bucket)) == 4
 
 

@@ -13,7 +13,7 @@ from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
 
 CONTENT = (b"parent", bytes(64), "")
-NAMES = [NamespaceId(bytes([number]) * 16) for number in range(3)]
+NAMES = [NamespaceId(bytes([number]) * 32) for number in range(3)]
 
 
 class DescribingRig(Rig):

@@ -21,8 +21,8 @@ from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.remote_tier import UNREADABLE_SECONDS, UNREADABLE_TTL_SECONDS, RemoteTier
 
 OLD, NEW, OTHERS = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
-TENANT, OTHER_TENANT = SPACE[:4], b"\x01\x02\x03\x04"
-OTHER_NAMESPACE = NamespaceId(OTHER_TENANT + bytes(12))
+TENANT, OTHER_TENANT = SPACE[:16], bytes(range(1, 17))
+OTHER_NAMESPACE = NamespaceId(OTHER_TENANT + bytes(16))
 HEADER_BYTES = 28
 
 
@@ -137,7 +137,7 @@ def test_the_store_has_no_plain_bytes() -> None:
     store = MemoryStore()
     assert memory_tier(store, codec=codec(OLD)).store([full(key(1), [b"the secret text of a prompt"])]) == [DONE]
     [(name, value)] = store.values.items()
-    assert name.startswith(b"kvtier/2/")
+    assert name.startswith(b"kvtier/4/")
     assert b"secret" not in value
 
 
