@@ -74,7 +74,9 @@ class PackTierContract(SharedTierContract):
         before = time.time()
         first.store([full(ROW[0], [b"x"], namespace)])
         (path,) = self.paths()
-        assert path.startswith(f"kvtier/pack{self.value_format}/00010203/0405060708090a0b0c0d0e0f/20")
+        assert path.startswith(
+            f"kvtier/pack{self.value_format}/000102030405060708090a0b0c0d0e0f/101112131415161718191a1b1c1d1e1f/20"
+        )
         name = PackName.parse(path)
         assert name is not None
         assert before - 0.001 <= name.written_at <= time.time()

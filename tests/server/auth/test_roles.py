@@ -401,7 +401,7 @@ def test_removing_a_token_disconnects_a_client_that_ignores_heartbeats(tmp_path:
             assert refused(lambda: over_grpc(lookup, timeout=60))[0] == "UNAUTHENTICATED"
             assert not SocketCalls(target).prepare()
             with pytest.raises(AttachError):
-                Attachment.connect(path, target.hello(Purpose.REGION))
+                Attachment.connect(target, path)
             calls.close()
             stream.cancel()
 

@@ -710,7 +710,7 @@ def test_ambiguous_names_are_refused(tmp_path: Path) -> None:
         assert tier.store([full(key, [b"x"], namespace)]) == [FAILED]
         assert tier.load([empty(key, (1,), namespace)]) == [MISSING]
         tier.remove([(namespace, key)])
-    assert tier.store([full(b"k" * 495, [b"x"])]) == [DONE]
+    assert tier.store([full(b"k" * 479, [b"x"])]) == [DONE]
     tier.close()
 
 

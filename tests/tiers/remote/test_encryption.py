@@ -42,7 +42,7 @@ def decoded(values: EncryptedValues, value: bytes | bytearray, block: BlockBytes
 class TestEncryptedTier(SharedTierInMemory):
     """The contract of shared tiers, with two servers that have the same keys."""
 
-    value_format = 2
+    value_format = 4
 
     def make_tier(self, limits: RemoteLimits) -> RemoteTier:
         return memory_tier(self.memory, limits, codec(OLD, others=(OTHERS,)))
@@ -53,7 +53,7 @@ def test_values_have_the_documented_format() -> None:
     block = full(b"name", [b"first", b"", b"second"])
     value = bytes(encoded(codec(OLD), block))
     magic, count, key_id, nonce = struct.unpack_from("<4sI8s12s", value)
-    assert (magic, count) == (b"kvt\x02", 3)
+    assert (magic, count) == (b"kvt\x04", 3)
     assert key_id == hashlib.blake2b(OLD, digest_size=8, person=b"kvtier.kv-key").digest()
     bound = value[:HEADER_BYTES] + SPACE + struct.pack("<3Q", 5, 0, 6) + b"name"
     assert AESGCM(OLD).decrypt(nonce, value[HEADER_BYTES:], bound) == b"firstsecond"

@@ -77,7 +77,7 @@ def encrypted(*keys: bytes, tenant: bytes = SPACE[:16]) -> EncryptedValues:
 class TestEncryptedPackTier(TestMemoryPackTier):
     """The contract, with two servers that have the same keys."""
 
-    value_format = 2
+    value_format = 4
 
     def make_tier(self, limits: RemoteLimits) -> SecondaryTier:
         ring = KeyRing(others=(OLD,))
