@@ -36,8 +36,8 @@ from ...protos.wire.socket_frames import (
     unpack_hello,
 )
 from ..auth.authenticator import AccessControl
+from ..auth.certificates import certificate_names
 from ..auth.roles import Identity
-from ..auth.tls import certificate_names
 from ..refused import Refused
 from ..telemetry.logs import get_logger
 from .new_connections import NewConnections
@@ -158,7 +158,7 @@ class AttachServer:
             raise Refused("INVALID_ARGUMENT", "the client does not offer the application protocol for calls")
         if self._access.authenticator is None:
             return None
-        names = certificate_names(transport.get_extra_info("peercert") or {})
+        names = certificate_names(tls.getpeercert(binary_form=True)) if tls is not None else []
         caller = self._access.authenticator.identify(token, names, is_local=False)
         self._sessions.find(common_pb2.SessionRef(session_id=hello.session_id, epoch=hello.epoch), caller)
         return caller
