@@ -36,6 +36,7 @@ __all__ = [
     "StoreAnswer",
     "StoreId",
     "StoreStatus",
+    "tenant_of",
 ]
 
 EngineKey = tuple[NamespaceId, str]
@@ -242,6 +243,12 @@ and may see it. Clients choose the names of tenants, so no two names with one ta
 
 NAMESPACE_BYTES = 32
 """Length of a namespace id: the tenant tag, and a digest of the namespace."""
+
+
+def tenant_of(namespace: NamespaceId) -> bytes:
+    """Returns the tag of the tenant that owns a namespace."""
+    return namespace[:TENANT_TAG_BYTES]
+
 
 REST = ""
 """Name of the default share, which all tenants without a quota use."""

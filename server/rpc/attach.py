@@ -220,7 +220,8 @@ class AttachServer:
             transport.write(pack_answer(0))
             await self._calls.serve(transport, hello.session_id, caller or opened_by)
         except Refused as error:
-            self._access.audit_log.record_refusal("hello", None, error.reason, self._sessions.name_of(hello.session_id))
+            name = self._sessions.name_of(hello.session_id)
+            self._access.audit_log.record_refusal("hello", None, error.audit_reason, name)
             transport.write(pack_error(status_of(error.reason, str(error))))
         finally:
             # Before `connection` is closed: the event loop must not watch a closed descriptor.

@@ -211,15 +211,19 @@ class SessionRegistry:
     def find(self, ref: common_pb2.SessionRef, caller: Identity | None = None) -> OpenSession:
         """Returns a session. Raises `Refused` if it is unknown or not usable by the caller."""
         session = self._sessions.get(ref.session_id)
-        if session is not None and ref.epoch == self.epoch:
-            if (caller or CALLER.get()).tenant not in (None, session.core.tenant):
-                raise Refused("WRONG_TENANT", "the session belongs to another tenant")
-            if session.revoked:
-                raise Refused("UNKNOWN_SESSION", "the credentials of the session are no longer valid")
-            return session
         if ref.epoch != self.epoch:
             raise Refused("STALE_EPOCH", "the session belongs to an earlier run of this server; open a new one")
-        raise Refused("UNKNOWN_SESSION", "there is no session with this id: it has ended, or was never opened")
+        is_foreign = session is not None and (caller or CALLER.get()).tenant not in (None, session.core.tenant)
+        if session is None or is_foreign:
+            # A caller must not learn which sessions other tenants have.
+            raise Refused(
+                "UNKNOWN_SESSION",
+                "there is no session with this id: it has ended, or was never opened",
+                audit_reason="WRONG_TENANT" if is_foreign else "",
+            )
+        if session.revoked:
+            raise Refused("UNKNOWN_SESSION", "the credentials of the session are no longer valid")
+        return session
 
     def check(self, session: EngineSession) -> None:
         """Raises `Refused` if the session has ended during a wait."""

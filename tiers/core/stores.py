@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..errors import InvalidItem, NotOwner, StoreNotFound
 from ..stats.eviction_history import EvictionHistory
 from ..stats.miss_ratio_curve import MissRatioCurves
-from ..types import EngineKey, EngineSession, MissReason, Owner, StoreAnswer, StoreId, StoreStatus
+from ..types import EngineKey, EngineSession, MissReason, Owner, StoreAnswer, StoreId, StoreStatus, tenant_of
 from .block import Block
 from .completions import CompletionHandler
 from .conversations import ConversationTable
@@ -72,7 +72,7 @@ class InFlightStores:
     """
 
     cpu_tier: CpuTier
-    next_id: int
+    new_ids: Iterator[int]
     _stores: dict[StoreId, Store] = field(default_factory=dict)
     _quarantine: dict[StoreId, _Quarantine] = field(default_factory=dict)
 
@@ -94,14 +94,14 @@ class InFlightStores:
         now: float = 0.0,
     ) -> Store:
         """Registers a store of pinned blocks that have a slot for the rank."""
-        store = Store(StoreId(self.next_id), owner, rank, expires_at, blocks, request, now)
-        self.next_id += 1
+        store_id = next(new_id for new_id in map(StoreId, self.new_ids) if new_id not in self._stores)
+        store = Store(store_id, owner, rank, expires_at, blocks, request, now)
         self._stores[store.id] = store
         return store
 
     def get(self, store_id: StoreId, engine: EngineKey) -> Store:
         store = self._stores.get(store_id)
-        if store is None or store.failed is not None:
+        if store is None or store.failed is not None or tenant_of(store.owner.engine[0]) != tenant_of(engine[0]):
             raise StoreNotFound(f"there is no store {store_id}: it was completed, expired or ended with its session")
         if store.owner.engine != engine:
             raise NotOwner(f"store {store_id} belongs to another engine")
@@ -165,11 +165,11 @@ class StoreHandler:
         completions: CompletionHandler,
         history: EvictionHistory,
         miss_ratio_curves: MissRatioCurves | None,
-        first_id: int,
+        new_ids: Iterator[int],
         continue_if: Callable[[bool], None],
     ) -> None:
         """`continue_if`: if its argument is True, `unpin_slice` is called later."""
-        self.table = InFlightStores(cpu_tier, first_id)
+        self.table = InFlightStores(cpu_tier, new_ids)
         self._cpu_tier = cpu_tier
         self._transfers = transfers
         self._requests = requests

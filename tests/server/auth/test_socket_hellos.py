@@ -109,7 +109,7 @@ def test_connections_that_begin_with_other_bytes_are_closed(route: Route, sessio
     [
         (None, UNAUTHENTICATED),
         ("old", UNAUTHENTICATED),
-        ("zeta-engine", ("PERMISSION_DENIED", "WRONG_TENANT")),
+        ("zeta-engine", ("UNAUTHENTICATED", "UNKNOWN_SESSION")),
         ("unknown", UNAUTHENTICATED),
     ],
 )

@@ -10,7 +10,7 @@ from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, 
 from kvtier.tiers.core.catalog import Catalog, CatalogEntry, EntryState
 from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.errors import InvalidNamespace, LimitExceeded, NotOwner
+from kvtier.tiers.errors import InvalidNamespace, LeaseNotFound, LimitExceeded, NotOwner
 from kvtier.tiers.eviction import LRU
 from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import Quotas, Tenant
@@ -125,8 +125,11 @@ def test_equal_engine_ids_of_two_namespaces_are_separate() -> None:
     lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="1", expires_at=60).lease
     theirs = NamespaceSpec(NamespaceId(b"t" * 32), world_size=1, part_bytes=(4096,))
     stranger = rig.core.open_session(b"stranger", "engine", None, theirs, tenant="other")
-    with pytest.raises(NotOwner):
+    with pytest.raises(LeaseNotFound):  # as if there were no such lease
         rig.core.lease(stranger, lease.id)
+    colleague = rig.core.open_session(b"colleague", "another engine", None, SPEC)
+    with pytest.raises(NotOwner):
+        rig.core.lease(colleague, lease.id)
     rig.core.finish_request(stranger, "1")
     assert rig.core.lease(rig.session, lease.id) is lease
 
