@@ -91,7 +91,11 @@ class TestEqualTags:
                 stream = stub.WatchEvents(request, timeout=60)
                 found: set[bytes] = set()
                 for response in stream:
-                    found |= {key for event in response.events for key in unpack_keys(event.keys.keys, event.keys.key_bytes or 1)}
+                    found |= {
+                        key
+                        for event in response.events
+                        for key in unpack_keys(event.keys.keys, event.keys.key_bytes or 1)
+                    }
                     if response.phase == events_pb2.REPLAY_PHASE_END:
                         stream.cancel()
                         return found

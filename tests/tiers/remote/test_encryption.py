@@ -209,7 +209,7 @@ def test_a_tenant_without_a_key_is_not_stored() -> None:
     tier = memory_tier(store, codec=codec(OLD))
     blocks = [full(key(1), [b"a"], OTHER_NAMESPACE), full(key(2), [b"b"])]
     assert tier.store(blocks) == [FAILED, DONE]
-    assert list(store.values) == [value_codec.name_of(SPACE, key(2), 2)]
+    assert list(store.values) == [value_codec.name_of(SPACE, key(2), EncryptedValues.FORMAT)]
     assert tier.last_error is None
 
 
@@ -236,7 +236,7 @@ def test_plain_and_encrypted_values_do_not_meet() -> None:
 def test_plain_values_under_encrypted_names_are_refused() -> None:
     """An attacker without the key cannot plant a value."""
     store, block = MemoryStore(), full(key(1), [b"planted"])
-    store.values[value_codec.name_of(SPACE, key(1), 2)] = b"".join(value_codec.encode(block))
+    store.values[value_codec.name_of(SPACE, key(1), EncryptedValues.FORMAT)] = b"".join(value_codec.encode(block))
     assert memory_tier(store, codec=codec(OLD)).load([empty(key(1), (7,))]) == [CORRUPT]
     assert not store.values
 

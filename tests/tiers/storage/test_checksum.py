@@ -3,7 +3,7 @@
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.storage.checksum import block_checksum
 
-NAMESPACE = NamespaceId(bytes(32))
+NAMESPACE = NamespaceId(bytes(16))
 
 
 def test_a_checksum_covers_name_bytes_and_boundaries_of_parts() -> None:
