@@ -189,7 +189,7 @@ class _SocketGuard:
     """Refuses gRPC calls if another user can answer at a Unix socket.
 
     gRPC does not show the user of its peer. But if only this user and root can change the
-    directory, the socket in it is theirs. The check takes 5 µs per call.
+    directory, the socket in it is theirs.
     """
 
     def __init__(self, path: str) -> None:

@@ -38,7 +38,7 @@ def is_chosen(path: str, endpoint: Endpoint) -> bool:
 
 
 def check_path(path: str) -> None:
-    """Checks that only this user and root can replace the socket at `path`, and that one of them did.
+    """Checks that the socket at `path` is of this user or root, and only they can replace it.
 
     Raises `ForeignSocketError`, or `OSError` if there is no socket.
     """

@@ -34,7 +34,7 @@ NO_HASH = {"Error", "a2b_hex", "b2a_base64", "compress", "decompress", "hexlify"
 
 
 def short_hashes(source: str) -> list[str]:
-    """Returns the expressions of a module that compute a hash of fewer than 16 bytes, or shorten one."""
+    """Returns the expressions of a module that compute a hash of fewer than 16 bytes."""
     tree = ast.parse(source)
     functions = {
         alias.asname or alias.name
@@ -55,8 +55,8 @@ def _is_short(node: ast.AST, functions: set[str]) -> bool:
             return name not in LONG or any(_number(size) < MIN_BYTES for size in sizes)
         case ast.Subscript(value, ast.Slice(lower, upper, None)):
             name = _hash_method(value)
-            start, stop = (0 if lower is None else _number(lower)), (1 << 30 if upper is None else _number(upper))
-            return bool(name) and (start != 0 or stop < MIN_BYTES * (2 if name == "hexdigest" else 1))
+            stop = 1 << 30 if upper is None else _number(upper)
+            return bool(name) and (lower is not None or stop < MIN_BYTES * (2 if name == "hexdigest" else 1))
     return False
 
 

@@ -238,8 +238,8 @@ class Owner:
 
 
 TENANT_TAG_BYTES = 16
-"""Length of the tenant tag at the start of a namespace id. The tag decides which tenant owns a block
-and may see it. Clients choose the names of tenants, so no two names with one tag may be findable."""
+"""Length of the tenant tag at the start of a namespace id. The tag decides which tenant owns a
+block. Clients choose names of tenants, so it must not be possible to find two with one tag."""
 
 NAMESPACE_BYTES = 32
 """Length of a namespace id: the tenant tag, and a digest of the namespace."""

@@ -41,7 +41,7 @@ _SUBJECT = 4
 
 
 def certificate_names(certificate: bytes | None) -> list[str]:
-    """Returns the names of a certificate in DER; none without a certificate or if it is malformed."""
+    """Returns the names of a certificate in DER; none if it is missing or malformed."""
     if certificate is None:
         return []
     try:

@@ -191,7 +191,7 @@ def attack(place: Place, script: str, **more: str) -> tuple[list[str], str]:
 @pytest.mark.parametrize("arrange", [foreign, writable, linked])
 @pytest.mark.parametrize("client", ["blocking", "status"])
 def test_an_impostor_gets_no_token(place: Place, arrange: Callable[[Place], None], client: str) -> None:
-    """However the directory was prepared, the client says what is wrong with it and does not call."""
+    """The client says what is wrong with the directory, and does not call."""
     arrange(place)
     seen, output = attack(place, CLIENTS[client])
     assert seen == []
@@ -213,7 +213,7 @@ def test_no_client_trusts_an_impostor(place: Place, client: str) -> None:
 
 
 def test_the_default_is_checked_if_it_is_named(place: Place) -> None:
-    """To name the default directory does not mean that the operator trusts its owner."""
+    """To name the default directory does not mean that its owner is trusted."""
     foreign(place)
     seen, output = attack(place, CLIENTS["blocking"], KVTIER_ENDPOINT=f"unix:/tmp/../{place.path}")
     assert seen == []

@@ -150,7 +150,7 @@ class TestIds:
         assert min(abs(one - other) for one, other in itertools.combinations(ids, 2)) > 1000
 
     def test_an_id_of_another_tenant_does_not_exist(self, site: Site) -> None:
-        """The refusal is the same as for an id that nobody has, in all calls and transports."""
+        """The refusal is the same as for an unknown id, in all calls and transports."""
         with session_of(site, "zeta-engine") as zeta, session_of(site, "acme-far") as acme:
             request = cache_pb2.PrepareStoreRequest(session=zeta.ref, keys=[key_of(77)])
             store = zeta.cache.PrepareStore(request, timeout=60).store_id

@@ -64,9 +64,9 @@ class TierManager:
             extent_bytes: unit in which size classes claim memory; also the largest part of a block.
             tiers: the secondary tiers, in lookup order.
             max_queued_bytes: limit of each write-back queue; default: a quarter of the region.
-            new_ids: ids of leases and stores, which are not 0. The caller chooses them at random, so
-                that an id tells a client nothing about other clients, and the core refuses ids of
-                an earlier run. Default: counted from 1.
+            new_ids: ids of leases and stores, not 0. The caller chooses them at random, so that an
+                id tells a client nothing about other clients, and the core refuses ids of an
+                earlier run. Default: counted from 1.
             settings: policies, quotas and times per tier.
             now: the time, in seconds of the clock that `tick` uses.
 
