@@ -163,7 +163,7 @@ def check_flips(store: Path, use: Callable[[Path], str], offsets: list[int], see
 def test_a_flipped_bit_in_the_metadata_never_stops_the_server(store: Path, use: Callable[[Path], str]) -> None:
     """For any bit, the tier starts, and no block is lost without a message."""
     offsets = metadata((store / "data.mdb").read_bytes())
-    check_flips(store, use, random.Random(1).sample(offsets, 10), seed=1)
+    check_flips(store, use, random.Random(2).sample(offsets, 10), seed=2)
 
 
 @pytest.mark.slow
