@@ -57,7 +57,7 @@ def replay(trace: Trace, admission: str, cpu_blocks: int, disk_blocks: int) -> t
         region, region, [disk], max_queued_bytes=region, settings=TierSettings(admission={"disk": admission})
     )
     core.add_memory(0, region)
-    spec = NamespaceSpec(NamespaceId(bytes(16)), world_size=1, part_bytes=(BLOCK_BYTES,))
+    spec = NamespaceSpec(NamespaceId(bytes(32)), world_size=1, part_bytes=(BLOCK_BYTES,))
     session = core.open_session(b"replay", "engine", 0, spec)
     hits = asked = written = 0
     for number, blocks in enumerate(trace):

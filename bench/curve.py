@@ -59,7 +59,7 @@ def compare(trace: Trace, policy: str, capacities: Sequence[int]) -> list[dict[s
 
 def price(*, rounds: int = 7) -> float:
     """Returns the added seconds per lookup, in the best of `rounds` rounds of 2,000 lookups."""
-    spec = NamespaceSpec(NamespaceId(bytes(16)), world_size=1, part_bytes=(2 * MIB,))
+    spec = NamespaceSpec(NamespaceId(bytes(32)), world_size=1, part_bytes=(2 * MIB,))
     rng = random.Random(1)
     chains = [[rng.randbytes(16) + GROUP for _ in range(KEYS)] for _ in range(1500)]
     curves = MissRatioCurves((8 * GIB, 64 * GIB), lambda *_: None)

@@ -30,7 +30,7 @@ SIZES = (64 << 10, 2 << 20)
 ROUND_BYTES = 64 << 20
 ROUNDS = 18
 TIER_BYTES = 1 << 30
-SPACE = NamespaceId(bytes(16))
+SPACE = NamespaceId(bytes(32))
 
 
 def measure_disk(report: Report, directory: Path) -> None:

@@ -28,7 +28,7 @@ COLD_BYTES = 8 << 20
 """Bytes of a cold round. Fewer, because a cold round can take a hundred times as long."""
 JOB_BYTES = 32 << 20
 """Size of a job, as the core sends jobs to a tier."""
-SPACE = NamespaceId(bytes(16))
+SPACE = NamespaceId(bytes(32))
 
 
 def measure_embedded(report: Report, directory: Path) -> None:

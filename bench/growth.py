@@ -38,7 +38,7 @@ CHAIN = 64
 LONG = 8192
 TIMES = 200
 LONG_TIMES = 20
-SPACE = NamespaceId(b"growth".ljust(16))
+SPACE = NamespaceId(b"growth".ljust(32))
 PATIENCE = 900.0
 """Maximum seconds for one number of keys."""
 

@@ -56,7 +56,7 @@ class Replay:
         region = capacity * BLOCK_BYTES
         self.core = TierManager(region, region, (), settings=TierSettings(eviction={CPU_TIER: policy}))
         self.core.add_memory(0, region)
-        spec = NamespaceSpec(NamespaceId(bytes(16)), world_size=1, part_bytes=(BLOCK_BYTES,))
+        spec = NamespaceSpec(NamespaceId(bytes(32)), world_size=1, part_bytes=(BLOCK_BYTES,))
         self.session: EngineSession = self.core.open_session(b"replay", "engine", 0, spec)
         self.asked = self.hits = 0
 

@@ -43,7 +43,7 @@ ROUNDS = 9
 WINDOW_BYTES = 16 << 20
 """Most bytes of one call of a library, as in the tier."""
 DEADLINE_SECONDS = 30.0
-SPACE = NamespaceId(bytes(16))
+SPACE = NamespaceId(bytes(32))
 
 
 class _Tier:

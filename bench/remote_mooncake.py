@@ -43,7 +43,7 @@ ROUNDS = 9
 WINDOW_BYTES = 16 << 20
 """Most bytes of one call of Mooncake's client, as in the tier."""
 DEADLINE_SECONDS = 30.0
-SPACE = NamespaceId(bytes(16))
+SPACE = NamespaceId(bytes(32))
 LMCACHE = (
     {"type": "mooncake_store", "local_hostname": "127.0.0.1", "metadata_server": "P2PHANDSHAKE", "protocol": "tcp"}
     | {"global_segment_size": "0", "master_server_addr": MASTER},

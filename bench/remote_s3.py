@@ -37,7 +37,7 @@ JOB_BYTES = 32 << 20
 """Bytes of one job, the largest that the server makes."""
 PACK_BYTES = 16 << 20
 ROUNDS = 12
-SPACE = NamespaceId(bytes(16))
+SPACE = NamespaceId(bytes(32))
 
 
 def measure_s3(report: Report, options: Mapping[str, Any], client: Any, lmcache: LMCacheAdapters) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Final, Self
 import grpc
 
 from .endpoint import CREDENTIAL_VARIABLES, Endpoint
+from .socket_owner import ForeignSocketError, check_path, is_chosen
 from .trusted_files import check_trusted, read_trusted
 
 __all__ = ["Credentials", "CredentialsError", "PairError", "PemError", "check_certificates", "check_pair"]
@@ -86,7 +87,10 @@ class Credentials:
         return not endpoint.is_unix and (self.ca is not None or self.cert is not None)
 
     def channel(self, endpoint: Endpoint, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
-        """Returns a channel to a server. Raises CredentialsError."""
+        """Returns a channel to a server. Raises CredentialsError.
+
+        In the default directory its calls fail as UNAVAILABLE if another user owns the socket.
+        """
         tls = self._tls(endpoint)
         options = _with_name(endpoint, options)
         channel = (
@@ -94,12 +98,14 @@ class Credentials:
             if tls is None
             else grpc.secure_channel(endpoint.target, tls, options)
         )
-        return grpc.intercept_channel(channel, _Bearer(self._bearer())) if self.has_token else channel
+        extended = self._extended(endpoint)
+        return grpc.intercept_channel(channel, _Interceptor(extended)) if extended is not None else channel
 
     def aio_channel(self, endpoint: Endpoint, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
-        """Returns a channel for asyncio. Raises CredentialsError."""
+        """Returns a channel for asyncio, as `channel` does. Raises CredentialsError."""
         tls = self._tls(endpoint)
-        interceptors = _aio_bearers(self._bearer()) if self.has_token else None
+        extended = self._extended(endpoint)
+        interceptors = _aio_interceptors(extended) if extended is not None else None
         if tls is None:
             return grpc.aio.insecure_channel(endpoint.target, list(options), interceptors=interceptors)
         return grpc.aio.secure_channel(endpoint.target, tls, _with_name(endpoint, options), interceptors=interceptors)
@@ -154,6 +160,21 @@ class Credentials:
         _check_pair(self.cert, self.key)
         return grpc.ssl_channel_credentials(root_certificates=roots, private_key=key, certificate_chain=chain)
 
+    def _extended(self, endpoint: Endpoint) -> Callable[[Any], Any] | None:
+        """Returns a function that checks a call and adds the token to its details, if necessary."""
+        bearer = self._bearer() if self.has_token else None
+        path = endpoint.path
+        guard = _SocketGuard(path) if path is not None and not is_chosen(path, endpoint) else None
+        if bearer is None and guard is None:
+            return None
+
+        def extended(details: Any) -> Any:
+            if guard is not None:
+                guard.check()
+            return details if bearer is None else _with(details, bearer())
+
+        return extended
+
     def _bearer(self) -> Callable[[], str]:
         """Returns a function that returns the value of the `authorization` metadata.
 
@@ -165,6 +186,29 @@ class Credentials:
         source = _TokenFile(self.token_file or "")
         source()
         return source
+
+
+class _SocketGuard:
+    """Refuses gRPC calls if another user can answer at a Unix socket.
+
+    gRPC does not show the user of its peer. But if only this user and root can change the
+    directory, the socket in it is theirs.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._logged = ""
+
+    def check(self) -> None:
+        try:
+            check_path(self._path)
+        except OSError as error:
+            text = f"not connected to {self._path}: {error.strerror or error}"
+            if isinstance(error, ForeignSocketError) and text != self._logged:
+                self._logged = text
+                _log.warning("kvtier: %s", text)
+            none = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, details=text) from None
 
 
 class _TokenFile:
@@ -262,17 +306,17 @@ def _with(details: Any, value: str) -> Any:
     return SimpleNamespace(metadata=metadata, **{name: getattr(details, name, None) for name in unchanged})
 
 
-class _Bearer(
+class _Interceptor(
     grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]  # grpc has no types
     grpc.UnaryStreamClientInterceptor,  # type: ignore[misc]
     grpc.StreamUnaryClientInterceptor,  # type: ignore[misc]
     grpc.StreamStreamClientInterceptor,  # type: ignore[misc]
 ):
-    def __init__(self, value: Callable[[], str]) -> None:
-        self._value = value
+    def __init__(self, extended: Callable[[Any], Any]) -> None:
+        self._extended = extended
 
     def _intercept(self, continuation: Any, details: Any, request: Any) -> Any:
-        return continuation(_with(details, self._value()), request)
+        return continuation(self._extended(details), request)
 
     intercept_unary_unary = _intercept  # pyright: ignore[reportAssignmentType]
     intercept_unary_stream = _intercept  # pyright: ignore[reportAssignmentType]
@@ -280,11 +324,11 @@ class _Bearer(
     intercept_stream_stream = _intercept  # pyright: ignore[reportAssignmentType]
 
 
-def _aio_bearers(value: Callable[[], str]) -> list[Any]:
+def _aio_interceptors(extended: Callable[[Any], Any]) -> list[Any]:
     """Returns one interceptor per kind of call, because grpc.aio allows only one kind per class."""
 
     async def intercept(_: Any, continuation: Any, details: Any, request: Any) -> Any:
-        return await continuation(_with(details, value()), request)
+        return await continuation(extended(details), request)
 
     kinds = (
         ("intercept_unary_unary", grpc.aio.UnaryUnaryClientInterceptor),
@@ -292,7 +336,7 @@ def _aio_bearers(value: Callable[[], str]) -> list[Any]:
         ("intercept_stream_unary", grpc.aio.StreamUnaryClientInterceptor),
         ("intercept_stream_stream", grpc.aio.StreamStreamClientInterceptor),
     )
-    return [type("_AioBearer", (kind,), {name: intercept})() for name, kind in kinds]
+    return [type("_AioInterceptor", (kind,), {name: intercept})() for name, kind in kinds]
 
 
 def check_certificates(path: str) -> None:

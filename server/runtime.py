@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
+import os
+import struct
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -42,10 +43,11 @@ from .telemetry.metrics import JobObserver
 from .tier_host.guard import CheckedTier
 from .tier_host.worker import TierWorker, close_all
 
-__all__ = ["TierRuntime", "extent_bytes_for"]
+__all__ = ["TierRuntime", "extent_bytes_for", "random_ids"]
 
 _log = get_logger(__name__)
 
+_IDS = struct.Struct("<512Q")
 _TICK_SECONDS = 1.0
 _DISK_TICKS = 10
 """Number of ticks between two measurements of the free disk space."""
@@ -101,7 +103,7 @@ class TierRuntime:
             region.size_bytes,
             self.extent_bytes,
             self.tiers,
-            first_id=secrets.randbits(62),
+            new_ids=random_ids(),
             settings=settings,
             now=time.monotonic(),
         )
@@ -413,3 +415,12 @@ class TierRuntime:
             return False
         self._call_loop(self.core.add_memory, offset, nbytes)
         return True
+
+
+def random_ids() -> Iterator[int]:
+    """Yields random ids of 63 bits, not 0.
+
+    Consecutive ids would show a client how many ids the others get.
+    """
+    while True:
+        yield from filter(None, (number >> 1 for number in _IDS.unpack(os.urandom(_IDS.size))))

@@ -15,6 +15,7 @@ __all__ = [
     "GROUP_INDEX_BYTES",
     "HOLD_ONLY_KEY_PREFIX",
     "MAX_PART_SIZES",
+    "NAMESPACE_BYTES",
     "REST",
     "SLOT_ALIGNMENT",
     "TENANT_TAG_BYTES",
@@ -36,6 +37,7 @@ __all__ = [
     "StoreAnswer",
     "StoreId",
     "StoreStatus",
+    "tenant_of",
 ]
 
 EngineKey = tuple[NamespaceId, str]
@@ -71,7 +73,7 @@ class EngineSession:
     """Connections whose process maps the region. While one of them is open, the process may write
     to the slots of the session."""
     unmapped_from: float = math.inf
-    """Id of the first store that the process cannot fill through a mapping of the region. The
+    """Number of the first store that the process cannot fill through a mapping of the region. The
     server sets it. It is infinite while the region is mapped, and for callers without a server."""
     requests: set[str] = field(default_factory=set)
 
@@ -239,9 +241,18 @@ class Owner:
         return (self.engine, self.request_id) if self.request_id else None
 
 
-TENANT_TAG_BYTES = 4
-"""Length of the tenant tag at the start of a namespace id. After a restart the tag identifies the
-tenant of recovered blocks."""
+TENANT_TAG_BYTES = 16
+"""Length of the tenant tag at the start of a namespace id. The tag decides which tenant owns a
+block. Clients choose names of tenants, so it must not be possible to find two with one tag."""
+
+NAMESPACE_BYTES = 32
+"""Length of a namespace id: the tenant tag, and a digest of the namespace."""
+
+
+def tenant_of(namespace: NamespaceId) -> bytes:
+    """Returns the tag of the tenant that owns a namespace."""
+    return namespace[:TENANT_TAG_BYTES]
+
 
 REST = ""
 """Name of the default share, which all tenants without a quota use."""

@@ -33,14 +33,14 @@ def with_weights_version(namespace: Namespace, version: str) -> Namespace:
 
 
 def namespace_digest(namespace: Namespace) -> str:
-    """Returns a short digest that is equal in every process for equal namespaces."""
+    """Returns a digest that is equal in every process for equal namespaces."""
     plain = {
         name: getattr(namespace, name)
         for name in ("model", "dtype", "hash_scheme", "layout", "revision", "world_size", "tenant")
     }
     plain["groups"] = [[g.name, g.kind.name, g.block_tokens, g.part_bytes] for g in namespace.groups]
     plain["attributes"] = dict(namespace.attributes)
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def identify_weights(model: str, revision: str, commit: str | None = None) -> str:

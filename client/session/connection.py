@@ -22,8 +22,9 @@ import grpc
 from ...cuda.host.pinning import Pin
 from ...cuda.host.warmup import warm_up
 from ...protos.credentials import Credentials
+from ...protos.endpoint import Endpoint
+from ...protos.socket_owner import is_chosen
 from ...protos.v1 import session_pb2, session_pb2_grpc
-from ...protos.wire.socket_frames import Purpose
 from ..errors import AccessDenied, Draining, InvalidRequest, KVTierError, NotConnected, ServerError, error_from_status
 from ..namespace import Namespace
 from ..timeouts import check_seconds
@@ -101,9 +102,15 @@ class SessionConnection:
     """Keeps a session open. After a failure, opens a new session."""
 
     def __init__(
-        self, channel: grpc.Channel, identity: ClientIdentity, call_timeout: float, credentials: Credentials
+        self,
+        channel: grpc.Channel,
+        endpoint: Endpoint,
+        identity: ClientIdentity,
+        call_timeout: float,
+        credentials: Credentials,
     ) -> None:
         self._stub = session_pb2_grpc.SessionServiceStub(channel)
+        self._endpoint = endpoint
         self._identity = identity
         self._call_timeout = call_timeout
         self._credentials = credentials
@@ -247,9 +254,9 @@ class SessionConnection:
             asked_for = self._identity.transport in ("grpc", "tcp")
             return ClientSession(first.session, capabilities, None, "set by the client" if asked_for else reason)
         path = capabilities.region.attach_path
-        target = SocketTarget(path, first.session, self._credentials)
+        target = SocketTarget(path, first.session, self._credentials, is_chosen=is_chosen(path, self._endpoint))
         try:
-            attachment = Attachment.connect(path, target.hello(Purpose.REGION), self._identity.pin)
+            attachment = Attachment.connect(target, path, self._identity.pin)
         except AttachError as error:
             if self._identity.transport == "shm":
                 # Probably the server was killed a moment ago, so another attempt can succeed.

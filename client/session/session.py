@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from ...cuda.host.pinning import Pin, Pinning
 from ...cuda.host.region import HostRegion, RegionError
 from ...protos.v1 import common_pb2, session_pb2
-from ...protos.wire.socket_frames import HEAD_BYTES, REGION_ANSWER_BYTES, unpack_region_bytes
+from ...protos.wire.socket_frames import HEAD_BYTES, REGION_ANSWER_BYTES, Purpose, unpack_region_bytes
 from ..errors import KVTierError, SessionLost
-from .socket_calls import SocketCalls, message_of
+from .socket_calls import SocketCalls, SocketTarget, message_of
 
 __all__ = ["AttachError", "Attachment", "ClientSession"]
 
@@ -35,13 +35,14 @@ class Attachment:
         self._connection = connection
 
     @classmethod
-    def connect(cls, path: str, hello: bytes, pin: Pin | None = None) -> Attachment:
+    def connect(cls, target: SocketTarget, path: str, pin: Pin | None = None) -> Attachment:
         """Receives the region over the Unix socket at `path` and maps it. Raises `AttachError`."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(_ATTACH_SECONDS)
             connection.connect(path)
-            connection.sendall(hello)
+            target.check_owner(connection)
+            connection.sendall(target.hello(Purpose.REGION))
             answer, descriptors, _, _ = socket.recv_fds(connection, REGION_ANSWER_BYTES, 1)
             try:
                 if len(answer) != REGION_ANSWER_BYTES or not descriptors:

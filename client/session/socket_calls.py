@@ -18,6 +18,7 @@ from google.rpc import status_pb2
 from ...cuda.host.socket_io import Connection, TlsConnection
 from ...protos.credentials import Credentials
 from ...protos.error_reasons import reason_within
+from ...protos.socket_owner import check_connected
 from ...protos.v1 import common_pb2
 from ...protos.wire.socket_frames import (
     CALLS_PROTOCOL,
@@ -52,6 +53,13 @@ class SocketTarget:
     credentials: Credentials
     tls_hostname: str = ""
     """Name that the server's certificate must have; "" if the connection does not use TLS."""
+    is_chosen: bool = False
+    """Whether the operator chose the directory of the Unix socket (`socket_owner`)."""
+
+    def check_owner(self, connection: socket.socket) -> None:
+        """Checks whose Unix socket this is. Raises `OSError`. Call it before sending anything."""
+        if isinstance(self.address, str) and not self.is_chosen:
+            check_connected(connection, self.address)
 
     def hello(self, purpose: Purpose) -> bytes:
         """Returns the first message of a connection. Raises `CredentialsError`."""
@@ -79,6 +87,7 @@ class SocketTarget:
         try:
             connection = Connection(sock)
             connection.set_deadline(seconds)
+            self.check_owner(sock)
             if context is not None:
                 connection = secure = TlsConnection(sock, context, server_hostname=self.tls_hostname)
                 on_open(secure)

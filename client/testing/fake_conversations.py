@@ -138,7 +138,7 @@ class FakeConversations:
         prefetches = request.action == pb.CONVERSATION_ACTION_PREFETCH
         own = [each for each in self._by_name.values() if each.namespace.tenant == request.tenant]
         if request.keys:
-            if len(request.namespace_id) != 16 or not request.namespace_id.startswith(_tag(request.tenant)):
+            if len(request.namespace_id) != 32 or not request.namespace_id.startswith(_tag(request.tenant)):
                 raise error_for("INVALID_ARGUMENT", f"namespace_id is no id of a namespace of {request.tenant!r}")
             if prefetches:
                 raise error_for("INVALID_ARGUMENT", "a list of keys cannot be prefetched without a session")
@@ -255,8 +255,8 @@ class FakeStub:
 
 
 def _tag(tenant: str) -> bytes:
-    return hashlib.sha256(tenant.encode()).digest()[:4]
+    return hashlib.sha256(tenant.encode()).digest()[:16]
 
 
 def _id_of(conversation: _Conversation) -> bytes:
-    return _tag(conversation.namespace.tenant) + hashlib.sha256(conversation.prefix).digest()[:12]
+    return _tag(conversation.namespace.tenant) + hashlib.sha256(conversation.prefix).digest()[:16]

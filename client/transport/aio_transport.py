@@ -53,7 +53,7 @@ class AsyncGrpcTransport(ForkGuarded):
         self._sockets = SocketConnector(
             self._session_channel, server, credentials, enabled=identity.transport != "grpc"
         )
-        self._connection = SessionConnection(self._session_channel, identity, timeouts.call, credentials)
+        self._connection = SessionConnection(self._session_channel, server, identity, timeouts.call, credentials)
         self._channel = credentials.aio_channel(server, CHANNEL_OPTIONS)
         self._closed = False
         self._socket_calls: AsyncSocketCalls | None = None

@@ -115,7 +115,13 @@ class AsyncSocketCalls:
     async def _open(self) -> _Connection:
         target = self.calls.target
         if isinstance(target.address, str):
-            return _Connection(*await asyncio.open_unix_connection(target.address))
+            reader, writer = await asyncio.open_unix_connection(target.address)
+            try:
+                target.check_owner(writer.get_extra_info("socket"))
+            except OSError:
+                writer.transport.abort()
+                raise
+            return _Connection(reader, writer)
         # On a thread, because it reads files.
         context = await asyncio.to_thread(target.tls_context, Purpose.CALLS) if target.tls_hostname else None
         reader, writer = await asyncio.open_connection(

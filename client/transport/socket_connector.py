@@ -17,6 +17,7 @@ import grpc
 
 from ...protos.credentials import Credentials, CredentialsError
 from ...protos.endpoint import Endpoint
+from ...protos.socket_owner import is_chosen
 from ...protos.v1 import transfer_pb2
 from ..effects import Pull, Push
 from ..errors import KVTierError, NotConnected
@@ -165,7 +166,9 @@ class SocketConnector:
         if address is None:
             return False
         hostname = self._credentials.tls_name(self._endpoint)
-        streams = SocketStreams(SocketTarget(address, session.ref, self._credentials, hostname))
+        chosen = isinstance(address, str) and is_chosen(address, self._endpoint)
+        target = SocketTarget(address, session.ref, self._credentials, hostname, chosen)
+        streams = SocketStreams(target)
         with self._lock:
             self._candidate = streams
         if self._closing.is_set():

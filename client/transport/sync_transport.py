@@ -41,7 +41,7 @@ class GrpcTransport(ForkGuarded):
             for method, response in RESPONSES.items()
         }
         self._sockets = SocketConnector(self._channel, server, credentials, enabled=identity.transport != "grpc")
-        self._connection = SessionConnection(self._channel, identity, timeouts.call, credentials)
+        self._connection = SessionConnection(self._channel, server, identity, timeouts.call, credentials)
         self._closed = False
 
     @property

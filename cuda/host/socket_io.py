@@ -11,7 +11,7 @@ import ssl
 import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import xxhash
@@ -186,9 +186,9 @@ class TlsConnection(Connection):
             raise ssl.SSLError("the peer does not offer the same application protocol")
 
     @property
-    def peer_certificate(self) -> Mapping[str, Any]:
-        """The peer's verified certificate as `ssl.SSLSocket.getpeercert` returns it, or {}."""
-        return self._tls.getpeercert() or {}
+    def peer_certificate(self) -> bytes | None:
+        """The peer's verified certificate in DER; None if it sent none."""
+        return self._tls.getpeercert(binary_form=True)
 
     def send(self, pieces: Sequence[bytes | memoryview]) -> None:
         for piece in pieces:

@@ -49,7 +49,7 @@ class Conversation:
     def server_name(self) -> str:
         """Name on kvtier servers: different for each owner and model, at most 128 characters."""
         owner = f"{self.owner}\0{self.model}".encode("utf-8", "surrogatepass")
-        name = f"{hashlib.sha256(owner).hexdigest()[:16]}.{self.name}"
+        name = f"{hashlib.sha256(owner).hexdigest()[:32]}.{self.name}"
         if len(name) <= MAX_SERVER_NAME and name.isascii() and name.isprintable():
             return name
         return hashlib.sha256(owner + b"\0" + self.name.encode("utf-8", "surrogatepass")).hexdigest()

@@ -38,6 +38,7 @@ __all__ = ["SQLiteTier"]
 CAPACITY_SHARE = 0.75
 """Fraction of the file for blocks. The index and half-full pages need the rest: a row of 64 KiB
 needs four or five pages of 16 KiB."""
+NAMESPACE_BYTES = 32
 MAX_KEY_BYTES = 1024
 SLICE_BLOCKS = 64
 
@@ -46,7 +47,7 @@ SLICE_BLOCKS = 64
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused, so that an id always means the same content
-    name BLOB NOT NULL UNIQUE,             -- namespace (16 bytes) and key
+    name BLOB NOT NULL UNIQUE,             -- namespace (32 bytes) and key
     nbytes INTEGER NOT NULL,
     sizes BLOB NOT NULL,                   -- of the parts, 8 bytes each
     checksum BLOB NOT NULL,
@@ -103,12 +104,13 @@ class SQLiteTier(SecondaryTier):
     def entries(self) -> Iterator[Entry]:
         """Yields the stored blocks in the order in which they were stored."""
         for name, nbytes in self._connection().execute("SELECT name, nbytes FROM blocks ORDER BY id"):
-            yield Entry(NamespaceId(name[:16]), name[16:], nbytes)
+            yield Entry(NamespaceId(name[:NAMESPACE_BYTES]), name[NAMESPACE_BYTES:], nbytes)
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         """Writes the valid blocks in one transaction. Invalid blocks have the outcome FAILED."""
         storable = [
-            len(block.namespace) == 16 and len(block.key) <= MAX_KEY_BYTES and block.nbytes > 0 for block in blocks
+            len(block.namespace) == NAMESPACE_BYTES and len(block.key) <= MAX_KEY_BYTES and block.nbytes > 0
+            for block in blocks
         ]
         rows = [_row_of(block) for block, good in zip(blocks, storable, strict=True) if good]
         written = self._write(
@@ -261,4 +263,6 @@ def _checksum(name: bytes, sizes: bytes, content: bytes) -> bytes | None:
     for size in lengths:
         parts.append(view[:size])
         view = view[size:]
-    return block_checksum(NamespaceId(name[:16]), name[16:], tuple(parts)).to_bytes(8, "little")
+    return block_checksum(NamespaceId(name[:NAMESPACE_BYTES]), name[NAMESPACE_BYTES:], tuple(parts)).to_bytes(
+        8, "little"
+    )

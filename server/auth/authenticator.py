@@ -13,6 +13,7 @@ from ..config.schema import Config
 from ..refused import Refused
 from ..telemetry.logs import get_logger
 from .audit_log import AuditLog
+from .certificates import pem_names
 from .rate_limits import RateLimiters
 from .roles import CALLER, OWNER, Identity, is_public, require_role
 from .tls import ServerContext, TlsError, server_credentials
@@ -36,8 +37,7 @@ def peer_credentials(context: grpc.ServicerContext) -> tuple[str | None, list[st
     names: list[str] = []
     if not is_local:
         auth_context: Any = context.auth_context()
-        for kind in ("x509_common_name", "x509_subject_alternative_name"):
-            names += [name.decode(errors="replace") for name in auth_context.get(kind, ())]
+        names = [name for pem in auth_context.get("x509_pem_cert", ()) for name in pem_names(pem)]
     return token, names, is_local
 
 
@@ -78,8 +78,13 @@ class Authenticator:
             if identity is None:
                 raise Refused("UNAUTHENTICATED", "the token is not known to this server, or has expired")
             return identity
-        elif (identity := self._token_file.find_certificate(names, now)) is not None:
-            return identity
+        else:
+            identities = self._token_file.find_certificate(names, now)
+            if len(identities) > 1:
+                text = "several entries of the token file list names of the certificate; only one may"
+                raise Refused("UNAUTHENTICATED", text)
+            if identities and identities[0] is not None:
+                return identities[0]
         if is_local and not self._required_on_unix:
             return OWNER
         raise Refused("UNAUTHENTICATED", "a token is needed: metadata `authorization: Bearer TOKEN`")

@@ -24,7 +24,6 @@ __all__ = [
     "ServerContext",
     "TlsError",
     "TlsFiles",
-    "certificate_names",
     "last_expiry",
     "read_files",
     "server_credentials",
@@ -32,7 +31,6 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _MAX_FILE_BYTES = 4 << 20
-_NAME_KINDS = frozenset({"DNS", "URI", "email", "IP Address"})
 _DATES = (9, 10)  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and _HAS_EXPIRED
 
 
@@ -129,12 +127,6 @@ class ServerContext:
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC verifies
             context.load_verify_locations(client_ca)
         return context
-
-
-def certificate_names(certificate: Mapping[str, Any]) -> list[str]:
-    """Returns the common name and the alternative names of a peer's certificate."""
-    names = [value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName"]
-    return names + [value for kind, value in certificate.get("subjectAltName", ()) if kind in _NAME_KINDS]
 
 
 class _Files:

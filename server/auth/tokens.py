@@ -10,8 +10,8 @@ Keys of each `[[tokens]]` table:
   not, the caller can use only streams
 - expires: date and time in TOML, for example 2027-01-01T00:00:00Z
 
-A `[[certificates]]` table has the same keys except `hash`. Its `name` is a subject alternative name
-of the certificate, or its common name.
+A `[[certificates]]` table has the same keys except `hash`. Its `name` is a name in the certificate
+with its kind, for example "dns:engine-1.acme.example" (`certificates`).
 
 A token has 256 random bits, so a fast hash (a microsecond) is safe.
 """
@@ -33,6 +33,7 @@ import msgspec
 
 from ...protos.trusted_files import read_trusted
 from ..config.toml import toml_text
+from .certificates import entry_name
 from .roles import Identity, Role
 
 __all__ = [
@@ -105,13 +106,13 @@ class TokenFile:
             return None
         return known.identity_at(now)
 
-    def find_certificate(self, names: Iterable[str], now: float) -> Identity | None:
-        """Returns the identity of a client certificate with these names, which TLS has verified."""
-        for name in names:
-            known = self.certificates.get(name)
-            if known is not None and (identity := known.identity_at(now)) is not None:
-                return identity
-        return None
+    def find_certificate(self, names: Iterable[str], now: float) -> list[Identity | None]:
+        """Returns the identities of all entries that list one of a client certificate's names.
+
+        TLS has verified the certificate. None stands for an entry that has expired.
+        """
+        known = [self.certificates.get(name) for name in dict.fromkeys(names)]
+        return [entry.identity_at(now) for entry in known if entry is not None]
 
     def is_still_valid(self, identity: Identity, now: float) -> bool:
         """Returns whether the file still has this identity and the identity has not expired."""
@@ -153,10 +154,22 @@ def read_token_file(path: Path, *, trusted: bool = True) -> TokenFile:
             raise TokensError(f'{path}: {entry.name}: an engine or reader needs a tenant; write "*" for any')
     digests = [bytes.fromhex(entry.hash.removeprefix(_PREFIX)) for entry in parsed.tokens]
     tokens = {digest[:8]: _credential(entry, digest) for entry, digest in zip(parsed.tokens, digests, strict=True)}
-    certificates = {entry.name: _credential(entry, b"name:" + entry.name.encode()) for entry in parsed.certificates}
+    certificates = _certificates(path, parsed.certificates)
     if len(tokens) < len(parsed.tokens) or len(certificates) < len(parsed.certificates):
         raise TokensError(f"{path}: a token or a certificate is listed twice")
     return TokenFile(tokens, certificates)
+
+
+def _certificates(path: Path, entries: Sequence[_Entry]) -> dict[str, _Credential]:
+    """Returns the credentials of certificates by name. Raises `TokensError`."""
+    certificates = {}
+    for number, entry in enumerate(entries, start=1):
+        try:
+            name = entry_name(entry.name)
+        except ValueError as error:
+            raise TokensError(f"{path}: certificates, number {number}: name: {entry.name!r}: {error}") from None
+        certificates[name] = _credential(msgspec.structs.replace(entry, name=name), b"name:" + name.encode())
+    return certificates
 
 
 def format_entry(name: str, hashed: str, tenant: str | None, roles: Sequence[str], *, shared_memory: bool) -> str:

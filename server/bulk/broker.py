@@ -205,7 +205,8 @@ class BulkBroker:
 
     def _record_refusal(self, method: str, session_id: bytes, error: CoreError | Refused) -> None:
         if self._audit is not None:
-            self._audit.record_refusal(method, None, error.reason, self._sessions.name_of(session_id))
+            audited = error.audit_reason if isinstance(error, Refused) else error.reason
+            self._audit.record_refusal(method, None, audited, self._sessions.name_of(session_id))
 
     def _grant_push(self, stream: _Stream, session: EngineSession) -> None:
         store = self._core.renew_store(session, StoreId(stream.target), self._new_expiry())

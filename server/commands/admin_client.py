@@ -191,6 +191,8 @@ def _unreachable(endpoint: Endpoint, details: str) -> UnreachableError:
         return UnreachableError(
             f"{endpoint} closed the connection; does it need TLS (--ca) or a client certificate (--cert, --key)?", "TLS"
         )
+    if endpoint.is_unix and details.startswith("not connected to ") and "No such file" not in details:
+        return UnreachableError(details)  # of the client: another user can answer there
     if endpoint.is_unix and "Permission denied" in details:
         return UnreachableError(f"{endpoint}: Permission denied; only the server's user and root can connect")
     return UnreachableError(f"no server answers at {endpoint}; is `kvtier serve` running there?")

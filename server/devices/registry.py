@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
 from collections.abc import Coroutine
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from ...protos.v1 import devices_pb2, session_pb2, transfer_pb2
 from ...tiers.types import EngineSession
 from ..refused import Refused
 from ..rpc.sessions import SessionRegistry
-from ..runtime import TierRuntime
+from ..runtime import TierRuntime, random_ids
 from ..telemetry.logs import get_logger
 from .copy_worker_client import CopyPlan, CopyWorkerClient
 
@@ -38,6 +37,7 @@ class Registration:
 
     id: int
     session_id: bytes
+    tenant: str
     worker: CopyWorkerClient
     export: DeviceExport
     events: int
@@ -61,7 +61,7 @@ class DeviceRegistry:
         self._driver = driver
         self._workers: dict[str, CopyWorkerClient] = {}
         self._registered: dict[int, Registration] = {}
-        self._next_id = secrets.randbits(62)
+        self._new_ids = random_ids()
         self._opening: dict[bytes, asyncio.Lock] = {}
         """By session id: a lock that is held during a registration."""
         self._copies = itertools.count(1)
@@ -96,9 +96,11 @@ class DeviceRegistry:
                 if one.export == export:
                     return one
             worker = self._get_worker(export.device)
-            number = self._next_id = self._next_id + 1
+            number = next(new_id for new_id in self._new_ids if new_id not in self._registered)
             has_events = await worker.open(number, export)
-            registration = Registration(number, session.id, worker, export, len(export.events) if has_events else 0)
+            registration = Registration(
+                number, session.id, session.tenant, worker, export, len(export.events) if has_events else 0
+            )
             self._registered[number] = registration
             for one in earlier:
                 self._drop(one)
@@ -111,7 +113,7 @@ class DeviceRegistry:
 
     def get(self, session: EngineSession, number: int) -> Registration:
         registration = self._registered.get(number)
-        if registration is None:
+        if registration is None or registration.tenant != session.tenant:
             raise Refused("DEVICE_LOST", f"there is no registration {number}: register again")
         if registration.session_id != session.id:
             raise Refused("NOT_OWNER", f"registration {number} belongs to another session")

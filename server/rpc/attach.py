@@ -37,8 +37,8 @@ from ...protos.wire.socket_frames import (
     unpack_hello,
 )
 from ..auth.authenticator import AccessControl
+from ..auth.certificates import certificate_names
 from ..auth.roles import Identity
-from ..auth.tls import certificate_names
 from ..refused import Refused
 from ..telemetry.logs import get_logger
 from .new_connections import NewConnections
@@ -157,7 +157,7 @@ class AttachServer:
             raise Refused("INVALID_ARGUMENT", "the client does not offer the application protocol for calls")
         if self._access.authenticator is None:
             return None
-        names = certificate_names(transport.get_extra_info("peercert") or {})
+        names = certificate_names(tls.getpeercert(binary_form=True)) if tls is not None else []
         caller = self._access.authenticator.identify(token, names, is_local=False)
         self._sessions.find(common_pb2.SessionRef(session_id=hello.session_id, epoch=hello.epoch), caller)
         return caller
@@ -217,7 +217,8 @@ class AttachServer:
             transport.write(pack_answer(0))
             await self._calls.serve(transport, hello.session_id, caller or opened_by)
         except Refused as error:
-            self._access.audit_log.record_refusal("hello", None, error.reason, self._sessions.name_of(hello.session_id))
+            name = self._sessions.name_of(hello.session_id)
+            self._access.audit_log.record_refusal("hello", None, error.audit_reason, name)
             transport.write(pack_error(status_of(error.reason, str(error))))
         finally:
             # Before `connection` is closed: the event loop must not watch a closed descriptor.

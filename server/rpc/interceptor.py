@@ -275,7 +275,8 @@ class _Outcome:
         self._code = STATUS_OF[reason]
         self._interceptor.refused(self._method, reason)
         if self._interceptor.audit_log is not None:
-            self._interceptor.audit_log.record_refusal(self._method, context, reason)
+            audited = error.audit_reason if isinstance(error, Refused) else reason
+            self._interceptor.audit_log.record_refusal(self._method, context, audited)
         if reason == "UNAUTHENTICATED":
             await self._interceptor.refusal_pace.wait()
         retry_after = error.retry_after if isinstance(error, Refused) else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ...protos.v1 import common_pb2, session_pb2
 from ...tiers.base import NamespaceId
-from ...tiers.types import TENANT_TAG_BYTES, EngineSession, NamespaceSpec
+from ...tiers.types import NAMESPACE_BYTES, TENANT_TAG_BYTES, EngineSession, NamespaceSpec
 from ..auth.rate_limits import RateLimiter, RateLimiters
 from ..auth.roles import CALLER, OWNER, Identity
 from ..config.machine import max_descriptors
@@ -40,8 +40,7 @@ _MAX_SHOWN_GROUPS = 32
 
 With this limit, the status of a thousand sessions is smaller than the largest gRPC message.
 """
-_NAMESPACE_FORMAT = b"kvtier.namespace.2"
-_NAMESPACE_ID_BYTES = 16
+_NAMESPACE_FORMAT = b"kvtier.namespace.3"
 
 
 @dataclass(slots=True, eq=False)
@@ -227,15 +226,19 @@ class SessionRegistry:
     def find(self, ref: common_pb2.SessionRef, caller: Identity | None = None) -> OpenSession:
         """Returns a session. Raises `Refused` if it is unknown or not usable by the caller."""
         session = self._sessions.get(ref.session_id)
-        if session is not None and ref.epoch == self.epoch:
-            if (caller or CALLER.get()).tenant not in (None, session.core.tenant):
-                raise Refused("WRONG_TENANT", "the session belongs to another tenant")
-            if session.revoked:
-                raise Refused("UNKNOWN_SESSION", "the credentials of the session are no longer valid")
-            return session
         if ref.epoch != self.epoch:
             raise Refused("STALE_EPOCH", "the session belongs to an earlier run of this server; open a new one")
-        raise Refused("UNKNOWN_SESSION", "there is no session with this id: it has ended, or was never opened")
+        is_foreign = session is not None and (caller or CALLER.get()).tenant not in (None, session.core.tenant)
+        if session is None or is_foreign:
+            # A caller must not learn which sessions other tenants have.
+            raise Refused(
+                "UNKNOWN_SESSION",
+                "there is no session with this id: it has ended, or was never opened",
+                audit_reason="WRONG_TENANT" if is_foreign else "",
+            )
+        if session.revoked:
+            raise Refused("UNKNOWN_SESSION", "the credentials of the session are no longer valid")
+        return session
 
     def check(self, session: EngineSession) -> None:
         """Raises `Refused` if the session has ended during a wait."""
@@ -310,7 +313,7 @@ class SessionRegistry:
         if session is not None:
             session.attachments.discard(connection)
             if not session.attachments:  # it may have filled the stores that have begun so far
-                session.core.unmapped_from = self._runtime.core.store_handler.table.next_id
+                session.core.unmapped_from = self._runtime.core.store_handler.table.begun
         self._runtime.core.writer_gone(session_id, connection)
         self._runtime.run_commands()
 
@@ -374,7 +377,7 @@ def namespace_spec(namespace: common_pb2.Namespace) -> NamespaceSpec:
         fields += [group.name, str(int(group.kind)), str(group.block_tokens), str(group.part_bytes)]
     for name, value in sorted(namespace.attributes.items()):
         fields += [name, value]
-    digest = hashlib.blake2b(digest_size=_NAMESPACE_ID_BYTES - TENANT_TAG_BYTES, person=b"kvtier")
+    digest = hashlib.blake2b(digest_size=NAMESPACE_BYTES - TENANT_TAG_BYTES, person=b"kvtier")
     digest.update(_NAMESPACE_FORMAT)
     for text in fields:
         raw = text.encode()

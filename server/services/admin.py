@@ -16,7 +16,7 @@ from ...tiers.base import NamespaceId
 from ...tiers.core.bulk_eviction import EvictionRequest
 from ...tiers.core.leases import BlockLease
 from ...tiers.core.stores import Store
-from ...tiers.storage.fsck import NAMESPACE_BYTES
+from ...tiers.types import NAMESPACE_BYTES
 from ..config.tenants import tenant_tag
 from ..drain import Drain
 from ..refused import Refused

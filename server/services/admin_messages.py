@@ -20,8 +20,7 @@ from ...tiers.core.leases import BlockLease
 from ...tiers.core.stores import Store
 from ...tiers.stats.request_log import HoldRecord, LookupRecord, OutcomeRun, RequestRecord
 from ...tiers.stats.snapshots import HandoffStats, TierStats
-from ...tiers.storage.fsck import NAMESPACE_BYTES
-from ...tiers.types import HandoffDirection, MissReason, ShareStats
+from ...tiers.types import NAMESPACE_BYTES, HandoffDirection, MissReason, ShareStats
 from ..rpc.sessions import PROTOCOL_VERSIONS, OpenSession, SessionRegistry
 from ..runtime import TierRuntime
 from ..telemetry.loop_lag import LoopLag

@@ -14,11 +14,10 @@ import grpc
 from ...protos.v1 import conversation_pb2, conversation_pb2_grpc
 from ...tiers.base import NamespaceId, TierFilter
 from ...tiers.core.conversation_tasks import PIN_SECONDS, ActionCounts, BlockAction, ConversationTask, TierUse
-from ...tiers.core.conversations import Conversation
+from ...tiers.core.conversations import Conversation, number_in
 from ...tiers.core.prefetches import PrefetchAnswer
 from ...tiers.core.secondary import Presence
-from ...tiers.storage.fsck import NAMESPACE_BYTES
-from ...tiers.types import EngineSession, NamespaceSpec
+from ...tiers.types import NAMESPACE_BYTES, EngineSession, NamespaceSpec
 from ..auth.roles import CALLER, Role
 from ..config.tenants import tenant_tag
 from ..refused import Refused
@@ -70,10 +69,11 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         if tenant is not None:
             self._sessions.count_call_without_session(tenant)
         tag = None if tenant is None else tenant_tag(tenant)
+        number = number_in(tag)
         most = min(request.max_conversations or _MAX_CONVERSATIONS, _MAX_CONVERSATIONS)
         if request.conversation_id:
-            found = sorted(table.named(tag, request.conversation_id), key=_number, reverse=True)
-            page, total = [each for each in found if not request.page or each.number < request.page], len(found)
+            found = sorted(table.named(tag, request.conversation_id), key=number, reverse=True)
+            page, total = [each for each in found if not request.page or number(each) < request.page], len(found)
         else:
             page, total = table.page(tag, request.page, most + 1), table.count_of(tag)
         answer = conversation_pb2.ListConversationsResponse(total=total)
@@ -82,7 +82,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             if len(answer.conversations) == most or (keys and keys + len(conversation.keys) > _PAGE_KEYS):
                 answer.next_page = last
                 break
-            keys, last = keys + len(conversation.keys), conversation.number
+            keys, last = keys + len(conversation.keys), number(conversation)
             answer.conversations.append(await self._status(conversation))
         return answer
 
@@ -291,7 +291,3 @@ def _unknown(what: str, name: str) -> Refused:
     return Refused(
         "CONVERSATION_NOT_FOUND", f"there is no record of the {what} {name!r}; a restart and the limits drop records"
     )
-
-
-def _number(conversation: Conversation) -> int:
-    return conversation.number

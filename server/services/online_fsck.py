@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...tiers.base import NamespaceId, TierError
-from ...tiers.storage.fsck import NAMESPACE_BYTES, Finding, Slice, check
+from ...tiers.storage.fsck import Finding, Slice, check
+from ...tiers.types import NAMESPACE_BYTES
 from ..refused import Refused
 from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime

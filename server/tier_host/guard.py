@@ -17,8 +17,9 @@ from typing import Any, cast
 
 from ...tiers.base import BlockBytes, Entry, NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
 from ...tiers.core.secondary import Name
-from ...tiers.storage.fsck import NAMESPACE_BYTES, Checkable
+from ...tiers.storage.fsck import Checkable
 from ...tiers.storage.health import TierHealth
+from ...tiers.types import NAMESPACE_BYTES
 from .threads import TierThreads, WorkQueue
 
 __all__ = [

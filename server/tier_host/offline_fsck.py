@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...tiers.base import SecondaryTier, TierDamagedError, TierError, TierInUseError
 from ...tiers.storage.fsck import Checkable, Finding, check
+from ...tiers.types import NAMESPACE_BYTES
 from ..config.schema import TierConfig
 from ..config.units import human_size
 from .factory import open_tier
@@ -184,8 +185,8 @@ def to_json(reports: Sequence[TierReport]) -> str:
             "error": report.error,
             "findings": [
                 {
-                    "namespace": finding.name[:16].hex(),
-                    "key": finding.name[16:].hex(),
+                    "namespace": finding.name[:NAMESPACE_BYTES].hex(),
+                    "key": finding.name[NAMESPACE_BYTES:].hex(),
                     "bytes": finding.nbytes,
                     "problem": finding.problem,
                     "repaired": finding.repaired,

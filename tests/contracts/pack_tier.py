@@ -29,7 +29,7 @@ class PackTierContract(SharedTierContract):
     codec: ClassVar[ValueCodec] = value_codec
 
     def folder_of(self, namespace: NamespaceId) -> str:
-        return folder_of(namespace, self.codec.PACK_FORMAT)
+        return folder_of(namespace, self.codec.FORMAT)
 
     @abstractmethod
     def paths(self) -> list[str]:
@@ -80,11 +80,13 @@ class PackTierContract(SharedTierContract):
 
     def test_names_have_format_tenant_namespace_and_hour(self, first: SecondaryTier) -> None:
         """So permissions and lifecycle rules can be given per tenant."""
-        namespace = NamespaceId(bytes(range(16)))
+        namespace = NamespaceId(bytes(range(32)))
         before = time.time()
         first.store([full(ROW[0], [b"x"], namespace)])
         (path,) = self.paths()
-        assert path.startswith(f"kvtier/pack{self.codec.PACK_FORMAT}/00010203/0405060708090a0b0c0d0e0f/20")
+        assert path.startswith(
+            f"kvtier/pack{self.codec.FORMAT}/000102030405060708090a0b0c0d0e0f/101112131415161718191a1b1c1d1e1f/20"
+        )
         name = PackName.parse(path)
         assert name is not None
         assert before - 0.001 <= name.written_at <= time.time()
@@ -175,8 +177,8 @@ class PackTierContract(SharedTierContract):
             case "empty":
                 pack.clear()
             case "other namespace":
-                first.store([full(ROW[1], [b"lost"], NamespaceId(bytes(16)))])
-                pack = bytearray(self.get(self.packs_with(full(ROW[1], [b""], NamespaceId(bytes(16))))[0][0]))
+                first.store([full(ROW[1], [b"lost"], NamespaceId(bytes(32)))])
+                pack = bytearray(self.get(self.packs_with(full(ROW[1], [b""], NamespaceId(bytes(32))))[0][0]))
         self.put(path, bytes(pack))
         assert second.lookup([(SPACE, ROW[0]), (SPACE, ROW[1])]) == [True, False]
         assert second.store([full(ROW[1], [b"lost"])]) == [DONE]

@@ -67,7 +67,7 @@ class SharedTierContract(ABC):
 
     visible_after_seconds: ClassVar[float] = 0.0
     """A lookup that begins this time after a store finds the block."""
-    value_format: ClassVar[int] = 1
+    value_format: ClassVar[int] = 3
     smallest_value: ClassVar[int] = 0
     """Size of the smallest value that the store accepts."""
     limits: ClassVar[RemoteLimits] = PATIENT
@@ -377,9 +377,14 @@ class KeyValueContract(SharedTierContract):
 
     def test_names_have_format_tenant_namespace_and_key(self, first: SecondaryTier) -> None:
         """So permissions can be given per tenant, and another format sees none of the values."""
-        namespace, name = NamespaceId(bytes(range(16))), b"\xff\x00"
+        namespace, name = NamespaceId(bytes(range(32))), b"\xff\x00"
         first.store([full(name, [b"x"], namespace)])
-        assert self.read(b"kvtier/%d/00010203/0405060708090a0b0c0d0e0f/ff00" % self.value_format) is not None
+        assert (
+            self.read(
+                b"kvtier/%d/000102030405060708090a0b0c0d0e0f/101112131415161718191a1b1c1d1e1f/ff00" % self.value_format
+            )
+            is not None
+        )
 
     def test_a_wrong_value_is_deleted(self, first: SecondaryTier, second: SecondaryTier) -> None:
         """So that no other server reads it."""

@@ -19,8 +19,8 @@ import pytest
 from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
 
 KIB, MIB = 1 << 10, 1 << 20
-SPACE = NamespaceId(b"namespace number")
-OTHER_SPACE = NamespaceId(b"namespace-number")
+SPACE = NamespaceId(b"tag of a tenant." + b"namespace number")
+OTHER_SPACE = NamespaceId(b"tag of a tenant." + b"namespace-number")
 DONE, MISSING, CORRUPT, NO_SPACE, FAILED = Outcome
 
 

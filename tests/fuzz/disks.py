@@ -25,7 +25,7 @@ _TYPES = ("lmdb", "disk")
 _SIZE = 4 << 20
 _BLOCKS = 24
 _SECONDS = 30
-_SPACE = NamespaceId(bytes(16))
+_SPACE = NamespaceId(bytes(32))
 
 
 def _content(number: int) -> bytes:

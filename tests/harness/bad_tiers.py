@@ -18,7 +18,7 @@ from kvtier.tiers.negotiation import vote
 
 __all__ = ["HONEST_ENTRY", "BadTier"]
 
-HONEST_ENTRY = Entry(NamespaceId(b"a real namespace"), b"a block" + bytes(4), 4096)
+HONEST_ENTRY = Entry(NamespaceId(b"a real tenant..." + b"a real namespace"), b"a block" + bytes(4), 4096)
 
 
 HANG_SECONDS = 3600.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import ipaddress
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -45,9 +46,20 @@ class Authority:
         Path(self.ca).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
     def issue(
-        self, name: str, *, days: tuple[float, float] = (-1, 1), alternative: str | None = None, dns: str | None = None
+        self,
+        name: str,
+        *,
+        days: tuple[float, float] = (-1, 1),
+        alternative: str | None = None,
+        dns: str | None = None,
+        common: Sequence[str] | None = None,
+        only: Sequence[x509.GeneralName] | None = None,
     ) -> Pair:
-        """Issues a certificate for 127.0.0.1 and a name, valid between these days from now."""
+        """Issues a certificate for 127.0.0.1 and a name, valid between these days from now.
+
+        `common`: its common names instead of `name`. `only`: its alternative names instead of
+        127.0.0.1 and those given; without any, it has no such extension.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         if alternative is not None:
@@ -55,13 +67,13 @@ class Authority:
         if dns is not None:
             names.append(x509.DNSName(dns))
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        certificate = (
-            _builder(subject, self._name, key, days)
-            .add_extension(x509.SubjectAlternativeName(names), critical=False)
-            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-            .sign(self._key, hashes.SHA256())
-        )
+        commons = [name] if common is None else common
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, each) for each in commons])
+        builder = _builder(subject, self._name, key, days).add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        names = names if only is None else list(only)
+        if names:
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        certificate = builder.sign(self._key, hashes.SHA256())
         pair = Pair(self._directory, name)
         pair.write(certificate, key)
         return pair

@@ -10,7 +10,7 @@ from kvtier.tiers.core.event_log import EventLog
 
 __all__ = ["NAMESPACE", "EventTier"]
 
-NAMESPACE = NamespaceId(b"n" * 16)
+NAMESPACE = NamespaceId(b"n" * 32)
 
 
 class EventTier:

@@ -14,6 +14,7 @@ from google.rpc import status_pb2
 
 from kvtier.client.namespace import Namespace
 from kvtier.client.session.session import Attachment
+from kvtier.client.session.socket_calls import SocketTarget
 from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS, PULL, PUSH
 from kvtier.protos.credentials import Credentials
 from kvtier.protos.endpoint import parse_endpoint
@@ -79,7 +80,8 @@ class RawSession:
 
     def attach(self) -> Attachment:
         """Maps the region. The attachment outlives the session until it is closed."""
-        return Attachment.connect(self.capabilities.region.attach_path, hello_of(self.ref, frames.Purpose.REGION))
+        path = self.capabilities.region.attach_path
+        return Attachment.connect(SocketTarget(path, self.ref, Credentials()), path)
 
     def end(self) -> None:
         """Ends the heartbeat stream, which ends the session."""

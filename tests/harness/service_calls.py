@@ -35,7 +35,7 @@ from kvtier.tiers.types import DurableStatus, EngineSession, NamespaceSpec, Stor
 __all__ = ["PART", "SPEC", "Calls", "broker_of", "duration", "no_sources", "serving", "transfers_of", "until"]
 
 PART = 4096
-SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(PART,))
+SPEC = NamespaceSpec(NamespaceId(b"n" * 32), world_size=1, part_bytes=(PART,))
 REGION_BYTES = 4 * 4096 * PART
 
 

@@ -26,7 +26,7 @@ from kvtier.tiers.types import EngineSession, NamespaceSpec, StoreStatus
 
 REGION = 64 << 10
 PART = 4096
-SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(PART,))
+SPEC = NamespaceSpec(NamespaceId(b"n" * 32), world_size=1, part_bytes=(PART,))
 
 
 class GatedTier(SecondaryTier):

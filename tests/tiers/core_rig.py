@@ -9,7 +9,7 @@ from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.types import EngineSession, KeyStatus, NamespaceSpec, StoreStatus
 
-SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096, 16384))
+SPEC = NamespaceSpec(NamespaceId(b"n" * 32), world_size=1, part_bytes=(4096, 16384))
 
 
 HIT, MISS, PENDING = bytes([KeyStatus.HIT]), bytes([KeyStatus.MISS]), bytes([KeyStatus.HIT_PENDING])

@@ -18,15 +18,15 @@ ROOMY = 64 * EXTENT
 
 
 def spec(tenant: str, *, world_size: int = 1) -> NamespaceSpec:
-    """Returns a namespace of a tenant; its tag is the first letter of the name, four times."""
-    tag = tenant[:1].encode() * 4
-    return NamespaceSpec(NamespaceId(tag + b"%d" % world_size * 12), world_size, (PAGE, 3 * PAGE))
+    """Returns a namespace of a tenant; its tag is the first letter of the name, sixteen times."""
+    tag = tenant[:1].encode() * 16
+    return NamespaceSpec(NamespaceId(tag + b"%d" % world_size * 16), world_size, (PAGE, 3 * PAGE))
 
 
 def tenant(name: str, *, quota: int = 0, limit: int | None = None, tier: str = CPU_TIER) -> Tenant:
     """Returns a tenant with a share of one tier."""
     limits = {} if limit is None else {tier: limit}
-    return Tenant(name, name[:1].encode() * 4, {tier: quota}, limits)
+    return Tenant(name, name[:1].encode() * 16, {tier: quota}, limits)
 
 
 def keys(numbers: Iterable[int], *, group: int = 0) -> list[bytes]:

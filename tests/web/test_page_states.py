@@ -85,7 +85,7 @@ def busy() -> GetStatusResponse:
             SessionStatus(
                 client_name=f"worker {number}", engine_id=f"prefill-{number // 2}", rank=number % 2, world_size=2,
                 transport=("shm", "grpc", "cuda_ipc")[number % 3], model="meta-llama/Llama-3.1-70B-Instruct",
-                tenant="acme" if number % 2 else "", namespace_id=bytes([number]) * 16, attached=number % 3 != 1,
+                tenant="acme" if number % 2 else "", namespace_id=bytes([number]) * 32, attached=number % 3 != 1,
                 age=Duration(seconds=17 ** number % 200_000), leases=number, pid=number,
             )
             for number in range(6)

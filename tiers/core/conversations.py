@@ -12,7 +12,7 @@ not used for the longest time. It never forgets a pinned conversation.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import nlargest
 from itertools import count, islice, takewhile
 from operator import attrgetter
@@ -20,7 +20,7 @@ from operator import attrgetter
 from ..base import NamespaceId
 from ..types import TENANT_TAG_BYTES, EngineSession, NamespaceSpec
 
-__all__ = ["Conversation", "ConversationTable"]
+__all__ = ["Conversation", "ConversationTable", "number_in"]
 
 MAX_KEYS = 32_768
 """Limit of the keys of a conversation. A key takes about 250 bytes of memory."""
@@ -37,6 +37,7 @@ class Conversation:
 
     Attributes:
         number: position in the order in which conversations were added, from 1.
+        tenant_number: the same among the conversations of its tenant.
         keys: all recorded keys, oldest first.
         latest: the keys of the latest request, head first.
         created_at, used_at: times of the first and the latest request, in seconds.
@@ -58,11 +59,21 @@ class Conversation:
         "requests",
         "retain_until",
         "tenant",
+        "tenant_number",
         "used_at",
     )
 
-    def __init__(self, number: int, conversation_id: str, namespace: NamespaceSpec, tenant: str, now: float) -> None:
+    def __init__(
+        self,
+        number: int,
+        tenant_number: int,
+        conversation_id: str,
+        namespace: NamespaceSpec,
+        tenant: str,
+        now: float,
+    ) -> None:
         self.number = number
+        self.tenant_number = tenant_number
         self.id = conversation_id
         self.namespace = namespace
         self.tenant = tenant
@@ -79,14 +90,23 @@ class Conversation:
         return self.namespace.id, self.id
 
 
+def number_in(tag: bytes | None) -> Callable[[Conversation], int]:
+    """Returns the function with a conversation's number among those of a tenant, or of all (None).
+
+    A tenant must not see how many conversations the others have.
+    """
+    return attrgetter("number" if tag is None else "tenant_number")
+
+
 class _Tenant:
     """The conversations of a tenant, least recently used first."""
 
-    __slots__ = ("conversations", "keys")
+    __slots__ = ("conversations", "keys", "numbers")
 
     def __init__(self) -> None:
         self.conversations: OrderedDict[Name, Conversation] = OrderedDict()
         self.keys = 0
+        self.numbers = count(1)
 
     @property
     def is_over(self) -> bool:
@@ -122,7 +142,9 @@ class ConversationTable:
         name = namespace.id, conversation_id
         conversation = tenant.conversations.get(name)
         if conversation is None:
-            conversation = Conversation(next(self._numbers), conversation_id, namespace, session.tenant, now)
+            conversation = Conversation(
+                next(self._numbers), next(tenant.numbers), conversation_id, namespace, session.tenant, now
+            )
             tenant.conversations[name] = conversation
             self._namespaces.setdefault((_tag(namespace.id), conversation_id), {})[namespace.id] = conversation
             self._count += 1
@@ -186,10 +208,11 @@ class ConversationTable:
         `tag` selects the tenant; None means all tenants. Takes about 0.2 µs per conversation.
         """
         tenants = self._tenants.values() if tag is None else filter(None, [self._tenants.get(tag)])
+        number = number_in(tag)
         found = (
-            each for tenant in tenants for each in tenant.conversations.values() if not before or each.number < before
+            each for tenant in tenants for each in tenant.conversations.values() if not before or number(each) < before
         )
-        return nlargest(most, found, key=attrgetter("number"))
+        return nlargest(most, found, key=number)
 
     def count_of(self, tag: bytes | None) -> int:
         """Returns the number of conversations of a tenant, or of all (None)."""

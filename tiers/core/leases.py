@@ -13,7 +13,7 @@ from operator import is_
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import InvalidItem, LeaseNotFound, NotOwner, NotReady
-from ..types import EngineKey, EngineSession, KeyStatus, LeaseId, MissReason, Owner
+from ..types import EngineKey, EngineSession, KeyStatus, LeaseId, MissReason, Owner, tenant_of
 from .block import Block
 from .conversations import Conversation
 from .cpu_tier import CpuTier
@@ -198,7 +198,7 @@ class SlicedLookup:
 class LeaseTable:
     """The leases by id, and the pending blocks that leases wait for."""
 
-    def __init__(self, cpu_tier: CpuTier, first_id: int) -> None:
+    def __init__(self, cpu_tier: CpuTier, new_ids: Iterator[int]) -> None:
         self._cpu_tier = cpu_tier
         self._leases: dict[LeaseId, BlockLease] = {}
         self._waiting: dict[Block, dict[BlockLease, list[int]]] = {}
@@ -208,7 +208,7 @@ class LeaseTable:
         self._items: dict[bytes, int] = defaultdict(int)
         self._pending_unpins: list[tuple[list[Block | None], int]] = []
         """Items of ended leases, and how many leading ones are still pinned."""
-        self._next_id = first_id
+        self._new_ids = new_ids
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -229,7 +229,7 @@ class LeaseTable:
     ) -> BlockLease:
         """Grants a lease that owns the pins of its blocks. `all_ready`: no block is pending."""
         lease = BlockLease(
-            LeaseId(self._next_id),
+            next(new_id for new_id in map(LeaseId, self._new_ids) if new_id not in self._leases),
             owner,
             expires_at,
             [],
@@ -241,7 +241,6 @@ class LeaseTable:
             counted=counted,
             indices=indices,
         )
-        self._next_id += 1
         self._leases[lease.id] = lease
         self._by_session[owner.session_id][lease] = None
         self._by_request[owner.engine, owner.request_id][lease] = None
@@ -267,7 +266,7 @@ class LeaseTable:
 
     def get(self, lease_id: LeaseId, engine: EngineKey) -> BlockLease:
         lease = self._leases.get(lease_id)
-        if lease is None:
+        if lease is None or tenant_of(lease.owner.engine[0]) != tenant_of(engine[0]):
             raise LeaseNotFound(f"there is no lease {lease_id}: it was released, expired or ended with its session")
         if lease.owner.engine != engine:
             raise NotOwner(f"lease {lease_id} belongs to another engine")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from ..base import TierFilter
@@ -42,12 +42,12 @@ class LookupHandler:
         request_log: RequestLog,
         counters: HitCounters,
         miss_ratio_curves: MissRatioCurves | None,
-        first_id: int,
+        new_ids: Iterator[int],
         continue_if: Callable[[bool], None],
         commands: list[Command],
     ) -> None:
         """`continue_if`: if its argument is True, `leases.unpin_slice` is called later."""
-        self.leases = LeaseTable(cpu_tier, first_id)
+        self.leases = LeaseTable(cpu_tier, new_ids)
         self.prefetches = PrefetchBudget(cpu_tier.memory)
         self.counters = counters
         self._cpu_tier = cpu_tier

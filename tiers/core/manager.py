@@ -8,8 +8,9 @@ raises a `CoreError` and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from ..base import NamespaceId, Outcome, RequestInfo, SecondaryTier, TierFilter
@@ -54,7 +55,7 @@ class TierManager:
         tiers: Sequence[SecondaryTier],
         *,
         max_queued_bytes: int | None = None,
-        first_id: int = 1,
+        new_ids: Iterator[int] | None = None,
         settings: TierSettings | None = None,
         now: float = 0.0,
     ) -> None:
@@ -65,8 +66,9 @@ class TierManager:
             extent_bytes: unit in which size classes claim memory; also the largest part of a block.
             tiers: the secondary tiers, in lookup order.
             max_queued_bytes: limit of each write-back queue; default: a quarter of the region.
-            first_id: first id of leases and stores. The caller chooses it at random, so that the
-                core refuses ids of an earlier run.
+            new_ids: ids of leases and stores, not 0. The caller chooses them at random, so that an
+                id tells a client nothing about other clients, and the core refuses ids of an
+                earlier run. Default: counted from 1.
             settings: policies, quotas and times per tier.
             now: the time, in seconds of the clock that `tick` uses.
 
@@ -81,7 +83,7 @@ class TierManager:
         self._namespaces: set[NamespaceId] = set()
         self._create_statistics(settings, [tier.capacity_bytes for tier in tiers])
         self._create_tiers(settings, extent_bytes, tiers, max_queued_bytes or region_bytes // 4)
-        self._create_handlers(settings, tiers, first_id)
+        self._create_handlers(settings, tiers, count(1) if new_ids is None else new_ids)
         self._transfers.recover()
 
     def _create_statistics(self, settings: TierSettings, capacities: Sequence[int]) -> None:
@@ -118,7 +120,7 @@ class TierManager:
         self.shared_tiers = SharedTierQueries(self._transfers.residency, self._cpu_tier)
         self.durability = Durability(cpu_tier=self._cpu_tier, transfers=self._transfers)
 
-    def _create_handlers(self, settings: TierSettings, tiers: Sequence[SecondaryTier], first_id: int) -> None:
+    def _create_handlers(self, settings: TierSettings, tiers: Sequence[SecondaryTier], new_ids: Iterator[int]) -> None:
         """Creates the event handlers. A handler refers only to handlers created before it."""
         self.requests = self._requests = RequestTable(tiers=tiers, on_end=self._request_ended)
         self.conversations = ConversationTasks(self._cpu_tier, self._transfers)
@@ -131,7 +133,7 @@ class TierManager:
             request_log=self._request_log,
             counters=self._counters,
             miss_ratio_curves=self._miss_ratio_curves,
-            first_id=first_id,
+            new_ids=new_ids,
             continue_if=self._sliced_work.continue_if,
             commands=self._commands,
         )
@@ -161,7 +163,7 @@ class TierManager:
             completions=self._completions,
             history=self._history,
             miss_ratio_curves=self._miss_ratio_curves,
-            first_id=first_id,
+            new_ids=new_ids,
             continue_if=self._sliced_work.continue_if,
         )
         self._sliced_work.pin_owners = (self._lookups.leases, self.handoffs, self._stores)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..errors import InvalidItem, NotOwner, StoreNotFound
 from ..stats.eviction_history import EvictionHistory
 from ..stats.miss_ratio_curve import MissRatioCurves
-from ..types import EngineKey, EngineSession, MissReason, Owner, StoreAnswer, StoreId, StoreStatus
+from ..types import EngineKey, EngineSession, MissReason, Owner, StoreAnswer, StoreId, StoreStatus, tenant_of
 from .block import Block
 from .byte_ranges import MAX_GAPS, ByteRanges
 from .completions import CompletionHandler
@@ -38,6 +38,8 @@ class Store:
     """None if the client has not begun the request."""
     begun_at: float = 0.0
     """In seconds of the core's clock."""
+    number: int = 0
+    """Number of stores that had begun before this one."""
     others: list[Block] = field(default_factory=list)
     """Pinned blocks of earlier slices of PrepareStore that need no slot."""
     failed: Collection[int] | None = None
@@ -103,7 +105,9 @@ class InFlightStores:
     """
 
     cpu_tier: CpuTier
-    next_id: int
+    new_ids: Iterator[int]
+    begun: int = 0
+    """Number of stores that have begun so far."""
     _stores: dict[StoreId, Store] = field(default_factory=dict)
     _quarantine: dict[StoreId, _Quarantine] = field(default_factory=dict)
 
@@ -125,14 +129,15 @@ class InFlightStores:
         now: float = 0.0,
     ) -> Store:
         """Registers a store of pinned blocks that have a slot for the rank."""
-        store = Store(StoreId(self.next_id), owner, rank, expires_at, blocks, request, now)
-        self.next_id += 1
+        store_id = next(new_id for new_id in map(StoreId, self.new_ids) if new_id not in self._stores)
+        store = Store(store_id, owner, rank, expires_at, blocks, request, now, number=self.begun)
+        self.begun += 1
         self._stores[store.id] = store
         return store
 
     def get(self, store_id: StoreId, engine: EngineKey) -> Store:
         store = self._stores.get(store_id)
-        if store is None or store.failed is not None:
+        if store is None or store.failed is not None or tenant_of(store.owner.engine[0]) != tenant_of(engine[0]):
             raise StoreNotFound(f"there is no store {store_id}: it was completed, expired or ended with its session")
         if store.owner.engine != engine:
             raise NotOwner(f"store {store_id} belongs to another engine")
@@ -196,11 +201,11 @@ class StoreHandler:
         completions: CompletionHandler,
         history: EvictionHistory,
         miss_ratio_curves: MissRatioCurves | None,
-        first_id: int,
+        new_ids: Iterator[int],
         continue_if: Callable[[bool], None],
     ) -> None:
         """`continue_if`: if its argument is True, `unpin_slice` is called later."""
-        self.table = InFlightStores(cpu_tier, first_id)
+        self.table = InFlightStores(cpu_tier, new_ids)
         self._cpu_tier = cpu_tier
         self._transfers = transfers
         self._requests = requests
@@ -321,7 +326,7 @@ class StoreHandler:
         if max(failed, default=-1) >= len(store.blocks):
             raise InvalidItem(f"store {store_id} has {len(store.blocks)} blocks")
         store.failed = failed if isinstance(failed, range) else frozenset(failed)
-        if store.is_streamed or store.id >= session.unmapped_from:
+        if store.is_streamed or store.number >= session.unmapped_from:
             store.unreceived = []
         return store
 

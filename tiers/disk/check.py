@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from ..base import NamespaceId
 from ..lmdb.format import DamagedRecordError
 from ..storage.checksum import block_checksum
-from ..storage.fsck import NAMESPACE_BYTES, SLICE_BLOCKS, SLICE_BYTES, Finding, Slice
+from ..storage.fsck import SLICE_BLOCKS, SLICE_BYTES, Finding, Slice
+from ..types import NAMESPACE_BYTES
 from .format import PAGE_BYTES, PagePiece, SlabRecord, pages_for, pieces
 from .store import DiskStore
 

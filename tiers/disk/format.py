@@ -10,7 +10,7 @@ slabs:
 | `meta` | `b"disk format"` | the format version, u32 |
 | `meta` | `b"slab pages"` | pages per slab, u64, and the complement of this number, u64 |
 | `meta` | `b"tally"` | number and digest of the blocks (`lmdb.tally`) |
-| `blocks` | namespace (16 bytes) + block key | a `SlabRecord` |
+| `blocks` | namespace (32 bytes) + block key | a `SlabRecord` |
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ..lmdb.identity import Layout
 __all__ = ["DISK_STORE", "PAGE_BYTES", "SLAB_PAGES_KEY", "PagePiece", "PageRun", "SlabRecord", "pages_for", "pieces"]
 
 PAGE_BYTES = 4096
-FORMAT_VERSION = 2
-"""In version 1 there is no tally, and `slab pages` has no complement."""
+FORMAT_VERSION = 3
+"""Version 3 has namespaces of 32 bytes, earlier versions of 16: no lookup finds their blocks."""
 RECORD_VERSION = 1
 SLAB_PAGES_KEY = b"slab pages"
 DISK_STORE = Layout(
@@ -37,7 +37,6 @@ DISK_STORE = Layout(
     (b"meta", b"blocks"),
     b"disk format",
     FORMAT_VERSION,
-    tally_version=2,
     guarded_key=SLAB_PAGES_KEY,
     block_files="slab-*",
 )

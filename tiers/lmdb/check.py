@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 
 from ..base import BlockBytes, NamespaceId, Outcome
-from ..storage.fsck import NAMESPACE_BYTES, SLICE_BLOCKS, SLICE_BYTES, Finding, Slice
+from ..storage.fsck import SLICE_BLOCKS, SLICE_BYTES, Finding, Slice
+from ..types import NAMESPACE_BYTES
 from .blocks import clear_orphans, delete_block, read_block, read_index
 from .environment import Environment
 from .format import BlockRecord, DamagedRecordError

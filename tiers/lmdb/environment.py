@@ -23,7 +23,7 @@ import lmdb
 from ..base import TierDamagedError, TierInUseError, TierOpenError
 from ..storage.fsck import Finding
 from .format import DATA_FILE, DATABASES, FORMAT_VERSION
-from .identity import Layout, MarkerFile, guarded, is_ours, newer_format_is_damage, read_marker
+from .identity import MARKER_FILE, Layout, MarkerFile, is_ours, newer_format_is_damage, read_marker
 from .probe import FileState, examine
 from .space import FileSpace
 from .tally import Tally, change_tally, count_reachable, read_tally, tally_of, write_tally
@@ -47,7 +47,7 @@ empty. `power`: also a power failure. With `power`, every transaction waits for 
 """
 
 
-LMDB_STORE = Layout("LMDB store", DATABASES, b"format", FORMAT_VERSION, tally_version=3)
+LMDB_STORE = Layout("LMDB store", DATABASES, b"format", FORMAT_VERSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,6 @@ class Environment:
     owner_fd: int
     space: FileSpace
     marker: MarkerFile
-    counts_blocks: bool
-    """Whether the format has a tally. Formats of earlier releases have none."""
     warning: str | None
     """Damage found when the environment was opened, for operators."""
 
@@ -85,8 +83,6 @@ class Environment:
 
     def set_tally(self, names: Iterable[bytes]) -> None:
         """Makes `names` the blocks that the index should have. Raises `lmdb.Error`."""
-        if not self.counts_blocks:
-            return
         tally = tally_of(names)
         with self.env.begin() as txn:
             same = read_tally(txn, self.meta) == tally
@@ -97,8 +93,6 @@ class Environment:
 
     def lost(self, names: Iterable[bytes]) -> str | None:
         """Returns how many blocks are missing in `names`, all names with intact records."""
-        if not self.counts_blocks:
-            return None
         with self.env.begin() as txn:
             expected = read_tally(txn, self.meta)
         return lost_text(expected, tally_of(names), self.marker.before)
@@ -128,8 +122,6 @@ def check_count(store: Environment, writing: threading.Lock, *, repair: bool) ->
 
     Implements `fsck.Checkable.check_count`. Raises `lmdb.Error`.
     """
-    if not store.counts_blocks:
-        return None
     with store.env.begin() as txn:
         text = lost_text(read_tally(txn, store.meta), count_reachable(txn, store.index), store.marker.before)
     if text and repair:
@@ -157,8 +149,9 @@ def open_environment(
     """Opens or creates the environment in `directory`, whose file may grow to `size_bytes`.
 
     A file that is already larger keeps its size. With `mend`, a damaged file is moved to
-    `damaged-<n>`, and only the newest damaged files are kept. Raises `TierOpenError`, without
-    `mend` also for a damaged file. If the call raises, no file was moved.
+    `damaged-<n>`, and only the newest damaged files are kept; a store of an earlier format is
+    emptied, because no lookup finds its blocks. Raises `TierOpenError`, without `mend` also for a
+    damaged file and an earlier format. If the call raises, no file was moved.
     """
     owned_before = (directory / OWNER_FILE).exists()
     owner_fd = _own(directory, layout)
@@ -197,6 +190,9 @@ def _find_damage(directory: Path, size_bytes: int, layout: Layout, *, owned_befo
     state, why = examine(directory, size_bytes, layout)
     if state is FileState.SOUND:
         return None
+    if state is FileState.OLDER:
+        is_current = marker is not None and marker.what == layout.what and marker.format == layout.format_version
+        return f"its format is damaged: {why}" if is_current else None
     if state is FileState.NEWER and not newer_format_is_damage(int(why), layout, marker):
         known = f"this release knows formats up to {layout.format_version}"
         raise TierOpenError(f"the {layout.what} in {directory} has format {why}; {known}")
@@ -295,20 +291,20 @@ def _open(
     mend: bool,
 ) -> Environment:
     synchronous = durability == "power"
-    env = lmdb.open(
-        str(directory),
-        map_size=size_bytes,
-        max_dbs=len(layout.databases),
-        max_readers=MAX_READERS,
-        max_spare_txns=8,
-        sync=synchronous,
-        metasync=synchronous,
-        mode=0o600,
-    )
+    env = _open_file(directory, size_bytes, layout, synchronous=synchronous)
+    if (version := _format_of(env, layout)) != layout.format_version:
+        env.close()
+        if not mend:
+            raise TierOpenError(
+                f"the {layout.what} in {directory} has format {version}; this release finds none of its blocks, "
+                "and the server empties it at the next start"
+            )
+        _remove_old(directory, version, layout)
+        env = _open_file(directory, size_bytes, layout, synchronous=synchronous)
     with contextlib.ExitStack() as failed:
         failed.callback(env.close)
         env.reader_check()
-        databases, version = _open_databases(env, layout, upgrade=mend)
+        databases = _open_databases(env, layout)
         meta, index, *data = databases
         marked = None if warning else read_marker(directory)
         space = FileSpace(directory, env, databases)
@@ -330,35 +326,56 @@ def _open(
             owner_fd=owner_fd,
             space=space,
             marker=marker,
-            counts_blocks=version >= layout.tally_version,
             warning=warning,
         )
         failed.pop_all()
     return environment
 
 
-def _open_databases(env: lmdb.Environment, layout: Layout, *, upgrade: bool) -> tuple[list[Any], int]:
-    """Opens the databases, which it creates in a new file; returns them and the format version.
+def _open_file(directory: Path, size_bytes: int, layout: Layout, *, synchronous: bool) -> lmdb.Environment:
+    return lmdb.open(
+        str(directory),
+        map_size=size_bytes,
+        max_dbs=len(layout.databases),
+        max_readers=MAX_READERS,
+        max_spare_txns=8,
+        sync=synchronous,
+        metasync=synchronous,
+        mode=0o600,
+    )
 
-    With `upgrade`, converts a store of an earlier format: the blocks that it has make its tally.
+
+def _format_of(env: lmdb.Environment, layout: Layout) -> int:
+    """Returns the format version of a store; a new file has the current one."""
+    if not env.stat()["entries"]:
+        return layout.format_version
+    meta = env.open_db(layout.databases[0], create=False)
+    with env.begin() as txn:
+        return int.from_bytes(txn.get(layout.format_key, b"", meta), "little")
+
+
+def _remove_old(directory: Path, version: int, layout: Layout) -> None:
+    """Removes the files of a store of an earlier format.
+
+    `data.mdb` is the last one: if the server ends before, the next start removes the rest.
     """
-    new = not env.stat()["entries"]
-    if not new:
-        databases = [env.open_db(name, create=False) for name in layout.databases]
-        with env.begin() as txn:
-            version = int.from_bytes(txn.get(layout.format_key, b"", databases[0]), "little")
-        if version == layout.format_version or not upgrade:
-            return databases, version
+    old = list(directory.glob(layout.block_files)) if layout.block_files else []
+    for path in (directory / MARKER_FILE, *old, directory / LOCK_FILE, directory / DATA_FILE):
+        path.unlink(missing_ok=True)
+    _log.warning(
+        "the %s in %s had format %d, whose blocks no lookup finds: it was emptied", layout.what, directory, version
+    )
+
+
+def _open_databases(env: lmdb.Environment, layout: Layout) -> list[Any]:
+    """Opens the databases, which it creates in a new file."""
+    if env.stat()["entries"]:
+        return [env.open_db(name, create=False) for name in layout.databases]
     with env.begin(write=True) as txn:
-        if new:
-            databases = [env.open_db(name, txn=txn) for name in layout.databases]
+        databases = [env.open_db(name, txn=txn) for name in layout.databases]
         txn.put(layout.format_key, layout.format_version.to_bytes(4, "little"), db=databases[0])
-        if new or version < layout.tally_version:
-            write_tally(txn, databases[0], tally_of(txn.cursor(databases[1]).iternext(values=False)))
-            plain = txn.get(layout.guarded_key, b"", databases[0]) if layout.guarded_key else b""
-            if len(plain) == 8:
-                txn.put(layout.guarded_key, guarded(int.from_bytes(plain, "little")), db=databases[0])
-    return databases, layout.format_version
+        write_tally(txn, databases[0], tally_of(()))
+    return databases
 
 
 def _engine(env: lmdb.Environment) -> int:

@@ -4,7 +4,7 @@
 |---|---|---|
 | `meta` | `b"format"` | the format version, u32 |
 | `meta` | `b"tally"` | number and digest of the blocks (`tally`) |
-| `index` | namespace (16 bytes) + block key | a `BlockRecord` |
+| `index` | namespace (32 bytes) + block key | a `BlockRecord` |
 | `data` | record id u64, part u16, chunk u32, all big-endian | the bytes of one chunk |
 
 Record ids only increase. So writes append to `data`, and the leaf pages of `data` stay full. The
@@ -27,7 +27,7 @@ from typing import NamedTuple
 import xxhash
 
 from ..base import BlockBytes, Entry, NamespaceId
-from ..storage.fsck import NAMESPACE_BYTES
+from ..types import NAMESPACE_BYTES
 
 __all__ = [
     "CHUNK_KEY_BYTES",
@@ -50,8 +50,8 @@ __all__ = [
     "tail_bytes",
 ]
 
-FORMAT_VERSION = 3
-"""Version 2 allows tails in records. Version 3 has a tally of the blocks."""
+FORMAT_VERSION = 4
+"""Version 4 has namespaces of 32 bytes, earlier versions of 16: no lookup finds their blocks."""
 DATA_FILE = "data.mdb"
 DATABASES = (b"meta", b"index", b"data")
 MAX_KEY_BYTES = 511 - NAMESPACE_BYTES

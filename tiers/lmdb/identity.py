@@ -46,8 +46,6 @@ class Layout:
     """Names of the databases: first the metadata with the format version, then the index."""
     format_key: bytes
     format_version: int
-    tally_version: int
-    """First format with a tally of the blocks and with `guarded_key`."""
     guarded_key: bytes = b""
     """Key of the metadata whose value is a u64 and its complement."""
     block_files: str = ""

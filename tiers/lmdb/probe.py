@@ -135,9 +135,11 @@ def check_metadata(txn, meta, index):
     version = int.from_bytes(version, "little")
     if version > known:
         return "newer", version
+    if 0 < version < known:
+        return "older", version
     value = txn.get(guarded, db=meta) if guarded else None
     half = 2**64 - 1
-    good = value is None or len(value) == 8 and version == 1
+    good = value is None
     if value is not None and len(value) == 16:
         good = int.from_bytes(value[:8], "little") + int.from_bytes(value[8:], "little") == half
     if not version or not good or (guarded and value is None and txn.stat(index)["entries"]):
@@ -198,6 +200,8 @@ class FileState(enum.Enum):
     """Readable, but not a complete store: of another program, or damaged."""
     NEWER = "newer"
     """A format that this release does not know; the text is its version."""
+    OLDER = "older"
+    """A format of an earlier release, whose blocks no lookup finds; the text is its version."""
     DAMAGED = "damaged"
 
 

@@ -1,4 +1,4 @@
-"""Encrypted values of blocks in a remote store: format 2, AES-256-GCM with a key per tenant.
+"""Encrypted values of blocks in a remote store: format 4, AES-256-GCM with a key per tenant.
 
 | bytes | meaning |
 |---|---|
@@ -42,7 +42,7 @@ from ..types import TENANT_TAG_BYTES
 __all__ = ["KEY_BYTES", "EncryptedValues", "KeyRing"]
 
 KEY_BYTES = 32
-_MAGIC = b"kvt\x02"
+_MAGIC = b"kvt\x04"
 _INDEX_MAGIC = b"kvp\x04"
 _HEADER = struct.Struct("<4sI8s12s")
 _KEY_ID_BYTES = 8
@@ -77,8 +77,7 @@ class KeyRing:
 class EncryptedValues:
     """`ValueCodec` that encrypts. A namespace whose tenant has no key cannot be stored."""
 
-    FORMAT: int = 2
-    PACK_FORMAT: int = 4
+    FORMAT: int = 4
     INDEX_SEAL_BYTES: int = _HEADER.size + _TAG_BYTES
 
     def __init__(self, keys: Callable[[], KeyRing]) -> None:

@@ -176,7 +176,7 @@ class PackFinder:
 
     def _list_new(self, namespace: NamespaceId, progress: _Progress) -> None:
         """Lists packs that were stored since the last list, and those shortly before."""
-        folder, now = folder_of(namespace, self._codec.PACK_FORMAT), self._clock()
+        folder, now = folder_of(namespace, self._codec.FORMAT), self._clock()
         limit = min(MAX_LISTED, self._room(progress))
         if not limit:
             return
@@ -208,7 +208,7 @@ class PackFinder:
 
     def _list_older(self, namespace: NamespaceId, progress: _Progress) -> bool:
         """Lists the next older hour. Returns False if all are listed, or the directory is full."""
-        folder, now = folder_of(namespace, self._codec.PACK_FORMAT), self._clock()
+        folder, now = folder_of(namespace, self._codec.FORMAT), self._clock()
         oldest = max(now - self._ttl_seconds, self._directory.dropped_until(namespace))
         if progress.older is None:
             found_hours = filter(is_hour, dict.fromkeys(self._guarded(lambda: self._bucket.folders(folder))))
@@ -236,7 +236,7 @@ class PackFinder:
 
     def _take(self, namespace: NamespaceId, progress: _Progress, found: Sequence[StoredObject], now: float) -> None:
         """Queues the packs of a list."""
-        folder = folder_of(namespace, self._codec.PACK_FORMAT)
+        folder = folder_of(namespace, self._codec.FORMAT)
         candidates = []
         for each in found:
             name = PackName.parse(each.path, folder)

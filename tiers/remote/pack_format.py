@@ -1,7 +1,7 @@
 """Names and content of packs: objects that each hold the values of many blocks of one namespace.
 
 A name is `kvtier/packFORMAT/TENANT/NAMESPACE/HOUR/TIME-WRITER-INDEX`, for example
-`kvtier/pack3/00010203/0405060708090a0b0c0d0e0f/2026-11-25T03/1730250-0f1e2d3c4b5a6978-2c4`:
+`kvtier/pack3/0001…0e0f/1011…1e1f/2026-11-25T03/1730250-0f1e2d3c4b5a6978-2c4`:
 
 | part | meaning |
 |---|---|
@@ -114,7 +114,7 @@ def format_folder(pack_format: int) -> str:
     return f"{ROOT}pack{pack_format}/"
 
 
-def folder_of(namespace: NamespaceId, pack_format: int = 3) -> str:
+def folder_of(namespace: NamespaceId, pack_format: int = FORMATS[0]) -> str:
     """Returns the folder of a namespace's packs."""
     return f"{format_folder(pack_format)}{namespace[:TENANT_TAG_BYTES].hex()}/{namespace[TENANT_TAG_BYTES:].hex()}/"
 

@@ -199,7 +199,7 @@ class PackTier(NetworkTier):
 
     def _ping(self) -> None:
         # No name sorts after it, so the answer is empty.
-        folder = format_folder(self._codec.PACK_FORMAT)
+        folder = format_folder(self._codec.FORMAT)
         self._call(lambda: self._bucket.listed(folder, f"{folder}~", 1))
 
     def _update(self, namespace: NamespaceId, keys: Sequence[bytes], refusals: list[str]) -> None:
@@ -253,7 +253,7 @@ class PackTier(NetworkTier):
         keys, sizes = [block.key for block in blocks], [self._codec.value_bytes(block) for block in blocks]
         entries = encode_index(keys, sizes)
         index_bytes = len(entries) + self._codec.INDEX_SEAL_BYTES
-        name = PackName.new(folder_of(namespace, self._codec.PACK_FORMAT), self._clock(), index_bytes)
+        name = PackName.new(folder_of(namespace, self._codec.FORMAT), self._clock(), index_bytes)
         index = self._codec.seal_index(namespace, name.path, entries)
         total = len(index) + sum(sizes)
         with self._budget.reserve(total), self._buffers.lend(total) as buffer:

@@ -2,10 +2,10 @@
 
 A name is `kvtier/FORMAT/TENANT/NAMESPACE/KEY`, all in hexadecimal except the format. The tenant is
 the tag at the start of a namespace id, so permissions of a store can be given per tenant. Servers
-of another format do not see each other's values. This module is the `ValueCodec` of format 1;
-`encryption.py` has format 2.
+of another format do not see each other's values. This module is the `ValueCodec` of format 3;
+`encryption.py` has format 4. In formats 1 and 2 the tag has 4 bytes and the namespace id 16.
 
-A value of format 1 is a header and the parts of the block:
+A value of format 3 is a header and the parts of the block:
 
 | bytes | meaning |
 |---|---|
@@ -34,13 +34,12 @@ import xxhash
 
 from ..base import BlockBytes, NamespaceId, Outcome
 from ..storage.checksum import block_checksum
-from ..types import TENANT_TAG_BYTES
+from ..types import NAMESPACE_BYTES, TENANT_TAG_BYTES
 
 __all__ = [
     "FORMAT",
     "INDEX_SEAL_BYTES",
     "MAX_KEY_BYTES",
-    "PACK_FORMAT",
     "ValueCodec",
     "can_store",
     "decode",
@@ -54,13 +53,11 @@ __all__ = [
     "value_bytes",
 ]
 
-FORMAT: int = 1
-PACK_FORMAT: int = 3
+FORMAT: int = 3
 INDEX_SEAL_BYTES: int = 12
 _MAGIC = b"kvt" + bytes([FORMAT])
 _HEADER = struct.Struct("<4sIQ")
-_NAMESPACE_BYTES = 16
-_INDEX_MAGIC = b"kvp\x03"
+_INDEX_MAGIC = b"kvp" + bytes([FORMAT])
 _SEAL = struct.Struct("<4sQ")
 MAX_KEY_BYTES = 1024
 
@@ -70,8 +67,6 @@ class ValueCodec(Protocol):
 
     FORMAT: int
     """Part of the names of values, so that servers of another format do not see them."""
-    PACK_FORMAT: int
-    """Part of the names of packs."""
     INDEX_SEAL_BYTES: int
     """Bytes that `seal_index` adds."""
 
@@ -117,7 +112,7 @@ class ValueCodec(Protocol):
 
 
 def is_name(namespace: NamespaceId, key: bytes) -> bool:
-    return len(namespace) == _NAMESPACE_BYTES and 0 < len(key) <= MAX_KEY_BYTES
+    return len(namespace) == NAMESPACE_BYTES and 0 < len(key) <= MAX_KEY_BYTES
 
 
 def name_of(namespace: NamespaceId, key: bytes, value_format: int = FORMAT) -> bytes:

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ..base import TierError
+from ..types import NAMESPACE_BYTES
 
-__all__ = ["NAMESPACE_BYTES", "SLICE_BLOCKS", "SLICE_BYTES", "Checkable", "Counted", "Finding", "Slice", "check"]
-
-NAMESPACE_BYTES = 16
-"""Length of the namespace at the start of a name."""
+__all__ = ["SLICE_BLOCKS", "SLICE_BYTES", "Checkable", "Counted", "Finding", "Slice", "check"]
 
 SLICE_BLOCKS = 256
 SLICE_BYTES = 8 << 20
@@ -27,7 +25,7 @@ class Finding:
     """A damaged block. The server never serves it."""
 
     name: bytes
-    """Namespace (16 bytes) and key. In a damaged index these are unchecked bytes. Empty if the
+    """Namespace (32 bytes) and key. In a damaged index these are unchecked bytes. Empty if the
     names of the damaged blocks are unknown."""
     nbytes: int
     """Size of all parts; 0 if unknown."""

@@ -79,6 +79,8 @@ SOUND = f'name = "n"\nhash = "{token_hash("t")}"\n'
         ("\x00", "is not TOML: "),
         ("tokens = " + "9" * 5000, "4300 digits"),
         ("[[certificates]]\n" * 2, "certificates, number 1: missing required field `name`"),
+        ('[[certificates]]\nname = "engine-1"\nroles = ["admin"]', 'write the kind of the name, like "dns:'),
+        ('[[certificates]]\nname = "spiffe://x/y"\nroles = ["admin"]', 'write the kind of the name, like "dns:'),
         ("[[token]]", ": unknown field `token`"),
     ],
 )

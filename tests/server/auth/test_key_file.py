@@ -29,7 +29,7 @@ def written(path: Path, text: str, mode: int = 0o600) -> Path:
 
 
 def namespace(tenant: str) -> NamespaceId:
-    return NamespaceId(tenant_tag(tenant) + bytes(12))
+    return NamespaceId(tenant_tag(tenant) + bytes(16))
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400, 0o440])

@@ -109,7 +109,7 @@ def test_connections_that_begin_with_other_bytes_are_closed(route: Route, sessio
     [
         (None, UNAUTHENTICATED),
         ("old", UNAUTHENTICATED),
-        ("zeta-engine", ("PERMISSION_DENIED", "WRONG_TENANT")),
+        ("zeta-engine", ("UNAUTHENTICATED", "UNKNOWN_SESSION")),
         ("unknown", UNAUTHENTICATED),
     ],
 )
@@ -209,10 +209,10 @@ def test_a_client_certificate_can_be_required(tmp_path: Path) -> None:
     """Without one, or with one of another CA, there is no connection; with one its names count."""
     site = make_site(tmp_path, tls=f'client_ca = "{tmp_path / "ca.pem"}"')
     with site.tokens.path.open("a") as file:
-        file.write('[[certificates]]\nname = "engine-1"\ntenant = "acme"\nroles = ["engine"]\n')
-    pair = site.authority.issue("engine-1")
+        file.write('[[certificates]]\nname = "dns:engine-1"\ntenant = "acme"\nroles = ["engine"]\n')
+    pair = site.authority.issue("engine-1", dns="engine-1")
     (tmp_path / "foreign").mkdir()
-    foreign = Authority(tmp_path / "foreign", "foreign").issue("engine-1")
+    foreign = Authority(tmp_path / "foreign", "foreign").issue("engine-1", dns="engine-1")
     with site.server.start():
         good = site.credentials(cert=pair.cert, key=pair.key)
         route = Route("tls", site.server, site.server.tcp, good)

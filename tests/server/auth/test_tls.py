@@ -21,7 +21,7 @@ from harness.polling import wait_until
 from kvtier.client import AsyncClient, Client, Credentials, InvalidRequest, NotConnected
 from kvtier.cuda.host.socket_io import TlsConnection
 from kvtier.protos.wire.socket_frames import CALLS_PROTOCOL, STREAMS_PROTOCOL
-from kvtier.server.auth.tls import certificate_names, server_credentials
+from kvtier.server.auth.tls import server_credentials
 from kvtier.server.auth.tokens import new_token
 
 
@@ -185,7 +185,7 @@ def mutual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("m")
     made = make_site(directory, tls=f'client_ca = "{directory / "ca.pem"}"')
     with made.tokens.path.open("a") as file:
-        for name in ("engine-1", "spiffe://test/engine-2"):
+        for name in ("dns:engine-1", "uri:spiffe://test/engine-2"):
             file.write(f'[[certificates]]\nname = "{name}"\ntenant = "acme"\nroles = ["engine"]\n')
     with made.server.start():
         yield made
@@ -201,9 +201,9 @@ class TestMutual:
         return Client(site.server.tcp, namespace=namespace, credentials=site.credentials(token, **shown))
 
     def test_a_certificate_has_its_tenant(self, mutual: Site) -> None:
-        """The tenant comes from the common name or a subject alternative name."""
+        """The tenant comes from an alternative name."""
         pairs = [
-            mutual.authority.issue("engine-1"),
+            mutual.authority.issue("engine-1", dns="engine-1"),
             mutual.authority.issue("two", alternative="spiffe://test/engine-2"),
         ]
         for pair in pairs:
@@ -225,8 +225,8 @@ class TestMutual:
     def test_missing_expired_or_foreign_certificates_are_refused(self, mutual: Site, tmp_path: Path) -> None:
         """The handshake fails, and connected clients are not affected."""
         late = mutual.authority.issue("late", days=(-2, -1))
-        foreign = Authority(tmp_path, "foreign").issue("engine-1")
-        with self.connect(mutual, mutual.authority.issue("engine-1")) as bystander:
+        foreign = Authority(tmp_path, "foreign").issue("engine-1", dns="engine-1")
+        with self.connect(mutual, mutual.authority.issue("engine-1", dns="engine-1")) as bystander:
             bystander.wait_until_connected(60)
             epoch = bystander.epoch
             for pair in (None, late, foreign):
@@ -304,12 +304,3 @@ def test_tokens_identify_the_tenant_over_insecure_tcp(tmp_path: Path) -> None:
             client.store(KEYS, [payload(key, PART) for key in KEYS])
             wait_until(lambda: client._transport._sockets.search(client._transport.session))  # type: ignore[attr-defined]
             assert_serves(client, KEYS)
-
-
-def test_names_of_a_certificate_are_the_kinds_that_grpc_reports() -> None:
-    """A directory name is a nested tuple, which no message between processes can carry."""
-    certificate = {
-        "subject": ((("countryName", "DE"),), (("commonName", "engine"),)),
-        "subjectAltName": (("DNS", "a.example"), ("DirName", ((("commonName", "x"),),)), ("IP Address", "10.0.0.1")),
-    }
-    assert certificate_names(certificate) == ["engine", "a.example", "10.0.0.1"]

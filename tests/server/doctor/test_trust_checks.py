@@ -220,7 +220,7 @@ class TestTrust:
             ("", "warn", "tokens: 0, certificates: 0, expired: 0"),
             (f"{TOKEN}expires = 2020-01-01T00:00:00Z\n", "warn", "tokens: 1, certificates: 0, expired: 1"),
             (
-                f'{TOKEN}expires = 2020-01-01T00:00:00\n[[certificates]]\nname = "c"\nroles = ["admin"]\n',
+                f'{TOKEN}expires = 2020-01-01T00:00:00\n[[certificates]]\nname = "cn:c"\nroles = ["admin"]\n',
                 "ok",
                 "tokens: 1, certificates: 1, expired: 1",
             ),

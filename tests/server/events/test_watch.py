@@ -18,7 +18,7 @@ from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.event_log import KEEP_SECONDS, EventKind, event_scope
 from kvtier.tiers.types import NamespaceSpec
 
-SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096,))
+SPEC = NamespaceSpec(NamespaceId(b"n" * 32), world_size=1, part_bytes=(4096,))
 KEYS = [key_of(number) for number in range(24)]  # fit into the first extent
 
 

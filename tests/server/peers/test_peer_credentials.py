@@ -88,9 +88,11 @@ def test_a_certificate_is_sufficient(tmp_path: Path) -> None:
     """The source maps it to all tenants. When the mapping is removed, the source refuses."""
     (tmp_path / "b").mkdir()
     source = make_site(tmp_path / "b", tls=f'client_ca = "{tmp_path / "b" / "ca.pem"}"')
-    pair, engine = source.authority.issue("host-a"), source.authority.issue("engine")
+    pair, engine = source.authority.issue("host-a", dns="host-a"), source.authority.issue("engine")
     tokens = source.tokens.path.read_text()
-    source.tokens.path.write_text(f'{tokens}\n[[certificates]]\nname = "host-a"\ntenant = "*"\nroles = ["reader"]\n')
+    source.tokens.path.write_text(
+        f'{tokens}\n[[certificates]]\nname = "dns:host-a"\ntenant = "*"\nroles = ["reader"]\n'
+    )
     settings = f'ca = "{source.authority.ca}"\ncert = "{pair.cert}"\nkey = "{pair.key}"'
     with source.server.start(), _here(tmp_path / "a", source, settings) as here:
         _store(source, credentials={"cert": engine.cert, "key": engine.key})

@@ -16,7 +16,7 @@ from kvtier.tiers.types import NamespaceSpec
 
 MANY = 4096
 KEYS = [b"%06d" % number + bytes(4) for number in range(MANY)]
-OWN = NamespaceSpec(NamespaceId(tenant_tag("").ljust(16, b"n")), world_size=1, part_bytes=SPEC.part_bytes)
+OWN = NamespaceSpec(NamespaceId(tenant_tag("").ljust(32, b"n")), world_size=1, part_bytes=SPEC.part_bytes)
 
 
 @asynccontextmanager

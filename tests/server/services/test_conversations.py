@@ -184,8 +184,8 @@ def test_pinned_blocks_stay_until_they_are_unpinned(client: Client, agent: Conve
         ({"action": "DELETE"}, "INVALID_ARGUMENT"),
         ({"action": "DELETE", "conversation_id": "c", "last_key": b"x" * 20}, "INVALID_ARGUMENT"),
         ({"action": "DELETE", "keys": [b"x" * 20]}, "INVALID_ARGUMENT"),
-        ({"action": "DELETE", "keys": [b"x" * 20], "namespace_id": b"n" * 16}, "INVALID_ARGUMENT"),
-        ({"action": "DELETE", "keys": [b"x" * 2000], "namespace_id": b"n" * 16}, "INVALID_KEY"),
+        ({"action": "DELETE", "keys": [b"x" * 20], "namespace_id": b"n" * 32}, "INVALID_ARGUMENT"),
+        ({"action": "DELETE", "keys": [b"x" * 2000], "namespace_id": b"n" * 32}, "INVALID_KEY"),
         ({"action": "DELETE", "conversation_id": "c" * 600}, "INVALID_ARGUMENT"),
     ],
 )

@@ -199,4 +199,4 @@ def test_a_tenant_cannot_read_through_the_session_of_another(tmp_path: Path) -> 
             stub = events_pb2_grpc.EventServiceStub(second.channel)
             with pytest.raises(grpc.RpcError) as refusal:
                 next(stub.WatchEvents(events_pb2.WatchEventsRequest(session=first.ref, all_namespaces=True)))
-            assert refusal_of(refusal.value) == ("PERMISSION_DENIED", "WRONG_TENANT")
+            assert refusal_of(refusal.value) == ("UNAUTHENTICATED", "UNKNOWN_SESSION")

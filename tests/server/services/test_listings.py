@@ -17,7 +17,7 @@ from kvtier.server.services.admin import AdminService
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.types import HandoffDirection, NamespaceSpec
 
-SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096,))
+SPEC = NamespaceSpec(NamespaceId(b"n" * 32), world_size=1, part_bytes=(4096,))
 KEYS = [number.to_bytes(8, "big") for number in range(0, 4 << 32, 1 << 32)]
 COUNT = 20
 

@@ -16,7 +16,7 @@ from kvtier.tiers.stats.miss_ratio_curve import HitRatio
 from kvtier.tiers.stats.snapshots import ManagerStats, NamespaceStats, TierStats
 from kvtier.tiers.types import MissReason, ShareStats
 
-SPACE = NamespaceId(b"acme" + bytes(12))
+SPACE = NamespaceId(b"acme" + bytes(28))
 
 STATS = ServerStats(
     manager=ManagerStats(

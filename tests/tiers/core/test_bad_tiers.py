@@ -12,7 +12,7 @@ from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.stats.snapshots import TierStats
 from kvtier.tiers.types import DurableStatus, JobId, KeyStatus, MissReason, NamespaceSpec, StoreStatus
 
-SPACE = NamespaceId(b"n" * 16)
+SPACE = NamespaceId(b"n" * 32)
 SPEC = NamespaceSpec(SPACE, world_size=1, part_bytes=(4096,))
 HIT, MISS, PENDING = (bytes([status]) for status in (KeyStatus.HIT, KeyStatus.MISS, KeyStatus.HIT_PENDING))
 GRANTED = bytes([StoreStatus.GRANTED])

@@ -14,7 +14,7 @@ from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.types import TENANT_TAG_BYTES
 
 CONTENT = (b"parent", bytes(64), "")
-NAMES = [NamespaceId(bytes([number]) * 16) for number in range(3)]
+NAMES = [NamespaceId(bytes([number]) * 32) for number in range(3)]
 
 
 class DescribingRig(Rig):

@@ -13,7 +13,7 @@ from kvtier.tiers.core.commands import ContinueWork, RemoveFromTier
 from kvtier.tiers.types import MissReason, NamespaceSpec
 
 SLOT = 4096
-OTHER = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(SLOT,))
+OTHER = NamespaceSpec(NamespaceId(b"o" * 32), world_size=1, part_bytes=(SLOT,))
 CPU, BELOW = 0, 1
 
 
@@ -121,7 +121,7 @@ def test_one_namespace_or_tenant_can_be_selected() -> None:
     store = rig.core.prepare_store(other, keys(0, 1, 2), request_id="", expires_at=60)
     rig.core.complete_store(other, store.store_id)
     assert figures(run(rig, EvictionRequest([CPU], namespace=OTHER.id, dry_run=True))) == [(3, 0)]
-    assert figures(run(rig, EvictionRequest([CPU], tenant_tag=OTHER.id[:4]))) == [(3, 0)]
+    assert figures(run(rig, EvictionRequest([CPU], tenant_tag=OTHER.id[:16]))) == [(3, 0)]
     assert figures(run(rig, EvictionRequest([CPU], namespace=OTHER.id))) == [(0, 0)]
     assert count_present(rig, keys(0, 1)) == 2
 

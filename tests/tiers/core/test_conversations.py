@@ -249,7 +249,7 @@ def test_pages_list_the_newest_first() -> None:
     other = store(rig, "d", range(2), owner="bob")
     table = rig.core.conversations.table
     assert table.page(None, 0, 10) == [other, *names[::-1]]
-    tag = spec("alice").id[:4]
+    tag = spec("alice").id[:16]
     assert table.page(tag, 0, 2) == [names[2], names[1]]
     assert table.page(tag, names[1].number, 2) == [names[0]]
     assert (table.named(tag, "d"), table.named(None, "d")) == ([], [other])
@@ -261,6 +261,6 @@ def test_a_prompt_has_the_keys_up_to_its_last() -> None:
     rig = Rig()
     store(rig, "old", range(6))
     conversation = store(rig, "new", range(2, 8))
-    table, tag = rig.core.conversations.table, spec("alice").id[:4]
+    table, tag = rig.core.conversations.table, spec("alice").id[:16]
     assert table.prompts(tag, keys([4])[0]) == [(conversation.namespace, keys(range(2, 5)))]
     assert table.prompts(tag, keys([90])[0]) == table.prompts(b"none", keys([4])[0]) == []

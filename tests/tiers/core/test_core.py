@@ -23,7 +23,7 @@ from kvtier.tiers.types import DurableStatus, NamespaceSpec
 
 def test_slots_are_evicted_ahead_of_the_next_store() -> None:
     """After the first eviction, and not before, the loop keeps slots free for the next store."""
-    small = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096,))
+    small = NamespaceSpec(NamespaceId(b"n" * 32), world_size=1, part_bytes=(4096,))
     rig = Rig(extents=16, eviction={"cpu": "lru"})  # 256 slots, of which four may be kept free
     rig.session = rig.open("other", small)
     for number in range(0, 256, 4):
@@ -45,7 +45,7 @@ def test_slots_are_evicted_ahead_of_the_next_store() -> None:
 
 def test_recent_blocks_are_not_evicted_ahead() -> None:
     """After a store that uses much of the memory, nothing is evicted without need."""
-    small = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096,))
+    small = NamespaceSpec(NamespaceId(b"n" * 32), world_size=1, part_bytes=(4096,))
     rig = Rig(extents=16, eviction={"cpu": "lru"})
     rig.session = rig.open("other", small)
     for start in (0, 256):
@@ -481,7 +481,7 @@ def test_refusals_change_nothing() -> None:
         rig.open("big", NamespaceSpec(SPEC.id, 1, (EXTENT + 1,)))
     with pytest.raises(InvalidNamespace):
         rig.open("rank", SPEC, rank=1)
-    scheduler = rig.open("tp", NamespaceSpec(NamespaceId(b"w" * 16), 2, (4096,)))
+    scheduler = rig.open("tp", NamespaceSpec(NamespaceId(b"w" * 32), 2, (4096,)))
     with pytest.raises(InvalidItem):
         rig.core.prepare_store(scheduler, keys(0), request_id="", expires_at=60)
     answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=60)

@@ -73,7 +73,7 @@ class CPUTier:
         [size] = {part.nbytes for part in block.parts}
         known = (block.namespace, len(block.parts), size)
         if known not in self._sessions:
-            namespace = NamespaceId(hashlib.blake2b(block.namespace + size.to_bytes(8, "big"), digest_size=16).digest())
+            namespace = NamespaceId(hashlib.blake2b(block.namespace + size.to_bytes(8, "big"), digest_size=32).digest())
             spec = NamespaceSpec(namespace, len(block.parts), (size,))
             engine = f"{known}"
             self._sessions[known] = [

@@ -10,7 +10,7 @@ from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, 
 from kvtier.tiers.core.catalog import Catalog, CatalogEntry, EntryState
 from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.errors import InvalidNamespace, LimitExceeded, NotOwner
+from kvtier.tiers.errors import InvalidNamespace, LeaseNotFound, LimitExceeded, NotOwner
 from kvtier.tiers.eviction import LRU
 from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import Quotas, Tenant
@@ -123,10 +123,13 @@ def test_equal_engine_ids_of_two_namespaces_are_separate() -> None:
     rig = Rig()
     rig.store(keys(0))
     lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="1", expires_at=60).lease
-    theirs = NamespaceSpec(NamespaceId(b"t" * 16), world_size=1, part_bytes=(4096,))
+    theirs = NamespaceSpec(NamespaceId(b"t" * 32), world_size=1, part_bytes=(4096,))
     stranger = rig.core.open_session(b"stranger", "engine", None, theirs, tenant="other")
-    with pytest.raises(NotOwner):
+    with pytest.raises(LeaseNotFound):  # as if there were no such lease
         rig.core.lease(stranger, lease.id)
+    colleague = rig.core.open_session(b"colleague", "another engine", None, SPEC)
+    with pytest.raises(NotOwner):
+        rig.core.lease(colleague, lease.id)
     rig.core.finish_request(stranger, "1")
     assert rig.core.lease(rig.session, lease.id) is lease
 
@@ -180,9 +183,9 @@ def test_blocks_behind_a_miss_of_a_prefix_are_misses() -> None:
 
 def test_part_sizes_of_a_namespace_are_bounded() -> None:
     """Each size has its own eviction queue, which a search for room may have to visit."""
-    NamespaceSpec(NamespaceId(bytes(16)), 1, tuple(range(1, MAX_PART_SIZES + 1)))
+    NamespaceSpec(NamespaceId(bytes(32)), 1, tuple(range(1, MAX_PART_SIZES + 1)))
     with pytest.raises(InvalidNamespace, match="sizes at most"):
-        NamespaceSpec(NamespaceId(bytes(16)), 1, tuple(range(1, MAX_PART_SIZES + 2)))
+        NamespaceSpec(NamespaceId(bytes(32)), 1, tuple(range(1, MAX_PART_SIZES + 2)))
 
 
 def test_a_tier_has_one_job_per_block() -> None:
@@ -209,7 +212,7 @@ def test_refused_stores_do_not_walk_over_queued_blocks(capacity: int) -> None:
                 looked += 1
                 yield entry
 
-    space = NamespaceId(b"t" * 16)
+    space = NamespaceId(b"t" * 32)
     tenant = Tenant("t", space[:TENANT_TAG_BYTES], {}, {"disk": 500})
     catalog = Catalog(capacity, EvictionQueues(Quotas("disk", capacity, [tenant]), CountingLRU), EvictionHistory())
     for number in range(500):

@@ -39,7 +39,7 @@ def test_a_later_admitted_block_can_be_evicted() -> None:
 def test_spare_room_for_two_block_sizes_stays_within_its_part_of_the_memory() -> None:
     """Seed 2371: one slice evicted the full spare part for each of two size classes."""
     rig = Rig()
-    spec = NamespaceSpec(NamespaceId(b"s" * 16), world_size=1, part_bytes=(4096, 8192, 12288))
+    spec = NamespaceSpec(NamespaceId(b"s" * 32), world_size=1, part_bytes=(4096, 8192, 12288))
     rig.core = TierManager(5 * EXTENT, EXTENT, [], settings=TierSettings(spare_part=0.25))
     rig.core.add_memory(0, 5 * EXTENT)
     rig.session = rig.open("engine", spec)

@@ -11,7 +11,7 @@ from kvtier.tiers.errors import HoldExpired, HoldNotFound
 from kvtier.tiers.stats.request_log import ClaimOutcome, ClaimRecord, HoldRecord, LookupRecord, OutcomeRun
 from kvtier.tiers.types import HoldEnd, MissReason, NamespaceSpec, PublishStatus
 
-OTHER = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096,))
+OTHER = NamespaceSpec(NamespaceId(b"o" * 32), world_size=1, part_bytes=(4096,))
 
 
 def held(rig: HoldRig, request_id: str = "r") -> HoldRecord:

@@ -199,7 +199,7 @@ def test_a_failed_store_of_a_hold_may_be_repeated() -> None:
 
 def test_the_hold_waits_for_every_rank() -> None:
     """A block is ready when every rank's part is stored; the hold also waits between two ranks."""
-    spec = NamespaceSpec(NamespaceId(b"2" * 16), world_size=2, part_bytes=(4096,))
+    spec = NamespaceSpec(NamespaceId(b"2" * 32), world_size=2, part_bytes=(4096,))
     rig = HoldRig(spec=spec)
     rig.publish(keys(0))
     rig.store(keys(0))
@@ -284,12 +284,12 @@ def test_held_bytes_have_a_limit() -> None:
 
 def test_held_bytes_of_a_tenant_count_against_its_quota() -> None:
     """They do not reduce what other tenants may hold."""
-    settings = TierSettings(held_part=0.5, tenants=[Tenant("alice", b"AAAA", {"cpu": 8 * 4096})])
+    settings = TierSettings(held_part=0.5, tenants=[Tenant("alice", b"A" * 16, {"cpu": 8 * 4096})])
     core = TierManager(EXTENT, EXTENT, (), settings=settings)
     core.add_memory(0, EXTENT)
 
     def held(name: bytes, count: int) -> bool:
-        spec = NamespaceSpec(NamespaceId(name * 16), world_size=1, part_bytes=(4096,))
+        spec = NamespaceSpec(NamespaceId(name * 32), world_size=1, part_bytes=(4096,))
         session = core.open_session(name, "engine", None, spec)
         names = keys(*range(count))
         found = core.handoffs.publish(
@@ -342,7 +342,7 @@ def test_a_repeated_publication_keeps_its_blocks() -> None:
 def test_a_reset_ends_the_holds_of_its_namespace() -> None:
     """B4.13: no claim gets blocks from before it, and none waits for the expiry of an old hold."""
     rig = HoldRig()
-    other = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096,))
+    other = NamespaceSpec(NamespaceId(b"o" * 32), world_size=1, part_bytes=(4096,))
     elsewhere = rig.open("elsewhere", other)
     rig.publish(keys(0), session=elsewhere)
     rig.store(keys(0, 1))
@@ -383,7 +383,7 @@ def test_waiting_claims_are_told_of_publication_and_end() -> None:
 def test_holds_of_two_namespaces_never_meet() -> None:
     """An equal engine and request of another namespace is another hold."""
     rig = HoldRig()
-    other = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096,))
+    other = NamespaceSpec(NamespaceId(b"o" * 32), world_size=1, part_bytes=(4096,))
     rig.publish(keys(0), session=rig.open("engine", other))
     with pytest.raises(HoldNotFound):
         rig.claim()

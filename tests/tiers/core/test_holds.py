@@ -14,7 +14,7 @@ from kvtier.tiers.errors import HoldExpired, HoldNotFound, InvalidKey
 from kvtier.tiers.stats.snapshots import HandoffStats
 from kvtier.tiers.types import HandoffDirection, NamespaceSpec, PublishStatus
 
-OTHER = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096,))
+OTHER = NamespaceSpec(NamespaceId(b"o" * 32), world_size=1, part_bytes=(4096,))
 
 
 def ended(stats: HandoffStats) -> int:
@@ -270,7 +270,7 @@ def test_partial_blocks_are_never_passed_to_tiers() -> None:
     settings = TierSettings(admission={"near": "second_use"}, held_part=1.0)
     core = TierManager(64 << 10, 64 << 10, (ModelTier("near", 1 << 20),), settings=settings)
     core.add_memory(0, 64 << 10)
-    session = core.open_session(b"s", "engine", None, NamespaceSpec(NamespaceId(b"n" * 16), 1, (4096,)))
+    session = core.open_session(b"s", "engine", None, NamespaceSpec(NamespaceId(b"n" * 32), 1, (4096,)))
     answer = core.prepare_store(session, [*keys(0), PRIVATE], request_id="", expires_at=60)
     assert answer.statuses == GRANTED * 2
     core.complete_store(session, answer.store_id)

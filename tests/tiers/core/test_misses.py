@@ -12,7 +12,7 @@ from kvtier.tiers.stats.eviction_history import EvictionHistory
 from kvtier.tiers.stats.request_log import OutcomeRun
 from kvtier.tiers.types import MissReason, NamespaceSpec
 
-OTHER_FORMAT = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096, 16384))
+OTHER_FORMAT = NamespaceSpec(NamespaceId(b"o" * 32), world_size=1, part_bytes=(4096, 16384))
 FIRST_TICK = 100.0
 
 
@@ -119,7 +119,7 @@ def test_format_mismatch() -> None:
     rig.store(keys(0, 1))
     rig.session = rig.open("other", OTHER_FORMAT)
     assert spans(rig, keys(0, 1)) == (OutcomeRun(2, MissReason.FORMAT_MISMATCH),)
-    stranger = NamespaceSpec(NamespaceId(b"s" * 16), world_size=1, part_bytes=(4096,))
+    stranger = NamespaceSpec(NamespaceId(b"s" * 32), world_size=1, part_bytes=(4096,))
     rig.session = rig.core.open_session(b"stranger", "stranger", None, stranger, tenant="another tenant")
     assert [record.lookups[-1].outcomes() for record in rig.core.explain("asks")] == [
         (OutcomeRun(2, MissReason.FORMAT_MISMATCH),)

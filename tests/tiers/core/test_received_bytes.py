@@ -51,7 +51,7 @@ def test_a_mapped_store_is_published_unless_it_is_streamed(*, streamed: bool) ->
 def test_stores_that_begin_after_the_mapping_need_all_bytes() -> None:
     rig = Rig()
     earlier = prepare(rig, keys(1))
-    rig.session.unmapped_from = rig.core.store_handler.table.next_id
+    rig.session.unmapped_from = rig.core.store_handler.table.begun
     later = prepare(rig, keys(2))
     assert complete(rig, earlier) is None
     assert complete(rig, later) == [0]

@@ -133,7 +133,7 @@ def test_other_namespaces_are_left_alone() -> None:
             b"b",
             "other",
             None,
-            type(rig.session.namespace)(b"z" * 16, 1, (4096,)),  # type: ignore[arg-type]
+            type(rig.session.namespace)(b"z" * 32, 1, (4096,)),  # type: ignore[arg-type]
         ),
     )
     rig.store(keys(0))
@@ -145,7 +145,7 @@ def test_a_full_tier_evicts_the_blocks_of_a_retired_namespace_first() -> None:
     """B3.19: they stay until the tier needs room; then they go before older and unused blocks."""
     near = ModelTier("near", 4 * 4096)
     rig = Rig(near, extents=2)
-    other = rig.open("other", dataclasses.replace(SPEC, id=NamespaceId(b"o" * 16)))
+    other = rig.open("other", dataclasses.replace(SPEC, id=NamespaceId(b"o" * 32)))
     old, rig.session = rig.session, other
     rig.store_in_all_tiers(keys(0, 1))
     rig.session = old
@@ -169,7 +169,7 @@ def test_a_retired_block_that_is_read_is_not_evicted() -> None:
     rig.core.lookup(rig.session, keys(1), prefix=True, request_id="", expires_at=60)
     (load,) = rig.core.take_commands()
     assert isinstance(load, LoadFromTier)
-    rig.session = rig.open("other", dataclasses.replace(SPEC, id=NamespaceId(b"o" * 16)))
+    rig.session = rig.open("other", dataclasses.replace(SPEC, id=NamespaceId(b"o" * 32)))
     rig.store(keys(2))
     catalog = rig.core._transfers.secondaries[0].catalog
     assert catalog.get(SPEC.id, keys(1)[0]) is not None

@@ -25,7 +25,7 @@ class Rig:
         region = -(-blocks * SLOT // EXTENT) * EXTENT
         self.core = TierManager(region, EXTENT, [], settings=settings)
         self.core.add_memory(0, region)
-        spec = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(SLOT,))
+        spec = NamespaceSpec(NamespaceId(b"n" * 32), world_size=1, part_bytes=(SLOT,))
         self.session = self.core.open_session(b"s", "engine", 0, spec)
 
     def store(self, keys: list[bytes]) -> bytes:

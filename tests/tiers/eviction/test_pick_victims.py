@@ -65,8 +65,8 @@ def test_quotas_hold_for_all_shares(data: st.DataObject) -> None:
 
 def test_the_tag_of_a_namespace_gives_its_share() -> None:
     """A tenant without a share of its own uses the common one."""
-    shares = Quotas("cpu", 100, [Tenant("a", b"aaaa", {"cpu": 40}), Tenant("b", b"bbbb", {"disk": 40})])
-    names = [shares.of(NamespaceId(tag + bytes(12))).name for tag in (b"aaaa", b"bbbb", b"cccc")]
+    shares = Quotas("cpu", 100, [Tenant("a", b"a" * 16, {"cpu": 40}), Tenant("b", b"b" * 16, {"disk": 40})])
+    names = [shares.of(NamespaceId(tag * 4 + bytes(16))).name for tag in (b"aaaa", b"bbbb", b"cccc")]
     assert names == ["a", "", ""], "b has nothing of this tier"
     assert [(each.name, each.quota, each.budget.bound) for each in shares] == [("", 0, 30), ("a", 40, 20)]
 
@@ -74,9 +74,9 @@ def test_the_tag_of_a_namespace_gives_its_share() -> None:
 @pytest.mark.parametrize(
     ("tenants", "message"),
     [
-        ([Tenant("a", b"aaaa", {"cpu": 60}), Tenant("b", b"bbbb", {"cpu": 41})], "add up to 101 bytes"),
-        ([Tenant("a", b"aaaa", {"cpu": 60}, {"cpu": 59})], "limit of tenant a"),
-        ([Tenant("a", b"aaaa", {"cpu": 1}), Tenant("b", b"aaaa", {"cpu": 1})], "same tag"),
+        ([Tenant("a", b"a" * 16, {"cpu": 60}), Tenant("b", b"b" * 16, {"cpu": 41})], "add up to 101 bytes"),
+        ([Tenant("a", b"a" * 16, {"cpu": 60}, {"cpu": 59})], "limit of tenant a"),
+        ([Tenant("a", b"a" * 16, {"cpu": 1}), Tenant("b", b"a" * 16, {"cpu": 1})], "same tag"),
     ],
 )
 def test_impossible_or_ambiguous_quotas_are_refused(tenants: list[Tenant], message: str) -> None:

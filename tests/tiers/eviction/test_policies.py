@@ -20,7 +20,7 @@ from kvtier.tiers.eviction.reuse_model import BINS, Kind, ReuseModel
 from kvtier.tiers.eviction.runs import BlockRun, UseClock
 from kvtier.tiers.stats.eviction_history import EvictionHistory
 
-SPACE = NamespaceId(bytes(16))
+SPACE = NamespaceId(bytes(32))
 
 
 class Item:

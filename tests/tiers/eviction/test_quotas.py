@@ -122,7 +122,7 @@ def test_a_tenant_at_its_limit_evicts_its_own_blocks() -> None:
     """Also if the tier has free space."""
     disk = ModelTier("disk", ROOMY)
     name = "alice"
-    both = Tenant(name, b"aaaa", {}, {CPU_TIER: EXTENT, "disk": 2 * EXTENT})
+    both = Tenant(name, b"a" * 16, {}, {CPU_TIER: EXTENT, "disk": 2 * EXTENT})
     rig = Rig(both, tiers=[disk])
     rig.store(name, range(100))
     assert len(rig.visible(name)) == 16
@@ -256,8 +256,8 @@ def test_random_floods_never_break_a_quota(
     """Four tenants, two with a quota, in both tiers; only a tenant's own use evicts its quota."""
     alice, bob = (min(quota, pages // 2) * PAGE for quota in quotas)
     tenants = [
-        Tenant("alice", b"aaaa", {CPU_TIER: alice, "disk": alice}),
-        Tenant("bob", b"bbbb", {CPU_TIER: bob, "disk": bob}, {CPU_TIER: max(bob, 40 * PAGE)}),
+        Tenant("alice", b"a" * 16, {CPU_TIER: alice, "disk": alice}),
+        Tenant("bob", b"b" * 16, {CPU_TIER: bob, "disk": bob}, {CPU_TIER: max(bob, 40 * PAGE)}),
     ]
     rig = Rig(*tenants, tiers=[ModelTier("disk", pages * PAGE)], extents=pages // 16)
     held: list[tuple[EngineSession, int]] = []

@@ -21,8 +21,8 @@ from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.remote_tier import UNREADABLE_SECONDS, UNREADABLE_TTL_SECONDS, RemoteTier
 
 OLD, NEW, OTHERS = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
-TENANT, OTHER_TENANT = SPACE[:4], b"\x01\x02\x03\x04"
-OTHER_NAMESPACE = NamespaceId(OTHER_TENANT + bytes(12))
+TENANT, OTHER_TENANT = SPACE[:16], bytes(range(1, 17))
+OTHER_NAMESPACE = NamespaceId(OTHER_TENANT + bytes(16))
 HEADER_BYTES = 28
 
 
@@ -42,7 +42,7 @@ def decoded(values: EncryptedValues, value: bytes | bytearray, block: BlockBytes
 class TestEncryptedTier(SharedTierInMemory):
     """The contract of shared tiers, with two servers that have the same keys."""
 
-    value_format = 2
+    value_format = 4
 
     def make_tier(self, limits: RemoteLimits) -> RemoteTier:
         return memory_tier(self.memory, limits, codec(OLD, others=(OTHERS,)))
@@ -53,7 +53,7 @@ def test_values_have_the_documented_format() -> None:
     block = full(b"name", [b"first", b"", b"second"])
     value = bytes(encoded(codec(OLD), block))
     magic, count, key_id, nonce = struct.unpack_from("<4sI8s12s", value)
-    assert (magic, count) == (b"kvt\x02", 3)
+    assert (magic, count) == (b"kvt\x04", 3)
     assert key_id == hashlib.blake2b(OLD, digest_size=8, person=b"kvtier.kv-key").digest()
     bound = value[:HEADER_BYTES] + SPACE + struct.pack("<3Q", 5, 0, 6) + b"name"
     assert AESGCM(OLD).decrypt(nonce, value[HEADER_BYTES:], bound) == b"firstsecond"
@@ -137,7 +137,7 @@ def test_the_store_has_no_plain_bytes() -> None:
     store = MemoryStore()
     assert memory_tier(store, codec=codec(OLD)).store([full(key(1), [b"the secret text of a prompt"])]) == [DONE]
     [(name, value)] = store.values.items()
-    assert name.startswith(b"kvtier/2/")
+    assert name.startswith(b"kvtier/4/")
     assert b"secret" not in value
 
 
@@ -209,7 +209,7 @@ def test_a_tenant_without_a_key_is_not_stored() -> None:
     tier = memory_tier(store, codec=codec(OLD))
     blocks = [full(key(1), [b"a"], OTHER_NAMESPACE), full(key(2), [b"b"])]
     assert tier.store(blocks) == [FAILED, DONE]
-    assert list(store.values) == [value_codec.name_of(SPACE, key(2), 2)]
+    assert list(store.values) == [value_codec.name_of(SPACE, key(2), EncryptedValues.FORMAT)]
     assert tier.last_error is None
 
 
@@ -236,7 +236,7 @@ def test_plain_and_encrypted_values_do_not_meet() -> None:
 def test_plain_values_under_encrypted_names_are_refused() -> None:
     """An attacker without the key cannot plant a value."""
     store, block = MemoryStore(), full(key(1), [b"planted"])
-    store.values[value_codec.name_of(SPACE, key(1), 2)] = b"".join(value_codec.encode(block))
+    store.values[value_codec.name_of(SPACE, key(1), EncryptedValues.FORMAT)] = b"".join(value_codec.encode(block))
     assert memory_tier(store, codec=codec(OLD)).load([empty(key(1), (7,))]) == [CORRUPT]
     assert not store.values
 

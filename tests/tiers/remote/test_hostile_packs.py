@@ -86,7 +86,7 @@ def plant(
     codec: ValueCodec = value_codec,
 ) -> str:
     """Writes a pack with any entries, and with a valid seal."""
-    name = PackName.new(folder_of(space, codec.PACK_FORMAT), at, len(entries) + codec.INDEX_SEAL_BYTES)
+    name = PackName.new(folder_of(space, codec.FORMAT), at, len(entries) + codec.INDEX_SEAL_BYTES)
     memory.put(name.path, codec.seal_index(space, name.path, entries) + values)
     return name.path
 

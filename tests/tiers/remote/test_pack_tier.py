@@ -70,7 +70,7 @@ class TestMemoryPackTier(PackTierContract):
         self.memory.is_full = True
 
 
-def encrypted(*keys: bytes, tenant: bytes = SPACE[:4]) -> EncryptedValues:
+def encrypted(*keys: bytes, tenant: bytes = SPACE[:16]) -> EncryptedValues:
     ring = KeyRing({tenant: keys})
     return EncryptedValues(lambda: ring)
 
@@ -119,14 +119,14 @@ class TestEncryption:
 
     def test_a_tenant_without_a_key_is_not_stored(self, open_tier: Callable[..., PackTier]) -> None:
         """Other tenants of the job are."""
-        tier, other = open_tier(encrypted(OLD)), NamespaceId(bytes(16))
+        tier, other = open_tier(encrypted(OLD)), NamespaceId(bytes(32))
         assert tier.store([full(ROW[0], [b"x"], other), full(ROW[1], [b"y"])]) == [FAILED, DONE]
         assert tier.load([empty(ROW[0], (1,), other), empty(ROW[1], (1,))]) == [MISSING, DONE]
         assert tier.last_error is None
 
     def test_keys_that_vanish_during_a_store(self, open_tier: Callable[..., PackTier]) -> None:
         """The pack fails, and the tier says why."""
-        rings = [KeyRing({SPACE[:4]: (OLD,)})]
+        rings = [KeyRing({SPACE[:16]: (OLD,)})]
         tier = open_tier(EncryptedValues(lambda: rings[0] if rings else KeyRing()))
         tier._finder.update = lambda *_: rings.clear()  # type: ignore[method-assign]
         assert tier.store([full(ROW[0], [b"x"])]) == [FAILED]
@@ -443,10 +443,10 @@ class TestDirectory:
 @pytest.mark.parametrize(
     "path",
     [
-        "kvtier/pack1/00/11/2026-11-25T03/1730250-0f1e2d3c4b5a6978-0",
-        "kvtier/pack1/00/11/2026-11-25T03/1730250-0f1e2d3c4b5a6978-ffffff",
-        "kvtier/pack1/00/11/2026-13-25T03/1730250-0f1e2d3c4b5a6978-2c4",
-        "kvtier/pack1/00/11/2026-11-25T03/9930250-0f1e2d3c4b5a6978-2c4",
+        "kvtier/pack3/00/11/2026-11-25T03/1730250-0f1e2d3c4b5a6978-0",
+        "kvtier/pack3/00/11/2026-11-25T03/1730250-0f1e2d3c4b5a6978-ffffff",
+        "kvtier/pack3/00/11/2026-13-25T03/1730250-0f1e2d3c4b5a6978-2c4",
+        "kvtier/pack3/00/11/2026-11-25T03/9930250-0f1e2d3c4b5a6978-2c4",
         "1730250-0f1e2d3c4b5a6978-2c4",
         "",
     ],

@@ -139,7 +139,7 @@ class TestServer:
     def test_lists_begin_after_a_time(self, server: Server) -> None:
         """And continue in later hours; folders are listed by themselves."""
         bucket = bucket_of(server)
-        folder = folder_of(NamespaceId(b"a space of lists"))
+        folder = folder_of(NamespaceId(b"a space of lists" * 2))
         times = [1_795_575_600.0 + 1800 * number for number in range(5)]
         names = [PackName.new(folder, time, 64).path for time in times]
         for name in names:

@@ -20,7 +20,7 @@ from kvtier.tiers.remote.valkey import ValkeyAddress, ValkeyTier
 from kvtier.tiers.remote.valkey_store import ValkeyStore
 from kvtier.tiers.remote.value_codec import name_of
 
-ACL = "~kvtier/1/* +@connection +info +cluster|slots +exists +get +set +expire +unlink +eval"
+ACL = "~kvtier/3/* +@connection +info +cluster|slots +exists +get +set +expire +unlink +eval"
 """Permissions that docs/shared-tiers.md names."""
 
 
@@ -120,7 +120,7 @@ class TestServer:
         """The user needs access to the names of format 2 only. The server has no plain bytes."""
         server = RedisServer(tmp_path)
         server.start()
-        server.command("ACL", "SETUSER", "kv", "on", ">secret", *ACL.replace("kvtier/1/", "kvtier/2/").split())
+        server.command("ACL", "SETUSER", "kv", "on", ">secret", *ACL.replace("kvtier/3/", "kvtier/4/").split())
         password, parts = tmp_path / "password", content(1, (70_000, 5))
         password.write_text("secret\n")
         keys, others = KeyRing(others=(bytes(32),)), KeyRing(others=(bytes(range(32)),))

@@ -36,9 +36,9 @@ REQUESTS = ("", "r1", "r2", "r3")
 HELD_REQUESTS = ("h1", "h2")
 CONVERSATIONS = ("", "", "c1", "c2", "c3", "c4")
 SPECS = (
-    NamespaceSpec(NamespaceId(b"A" * 16), world_size=1, part_bytes=(4096, 12288)),
-    NamespaceSpec(NamespaceId(b"B" * 16), world_size=2, part_bytes=(8192,)),
-    NamespaceSpec(NamespaceId(b"C" * 16), world_size=1, part_bytes=(4096,)),
+    NamespaceSpec(NamespaceId(b"A" * 32), world_size=1, part_bytes=(4096, 12288)),
+    NamespaceSpec(NamespaceId(b"B" * 32), world_size=2, part_bytes=(8192,)),
+    NamespaceSpec(NamespaceId(b"C" * 32), world_size=1, part_bytes=(4096,)),
 )
 CHAINS = {
     group: [[b"%d.%d" % (chain, n) + group.to_bytes(4, "big") for n in range(32)] for chain in range(3)]

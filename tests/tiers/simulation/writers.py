@@ -154,8 +154,10 @@ class Writers(Actors):
         if record is None or stranger is None:
             return
         core, expires_at = self.world.core, self.world.now + 1000
-        self.world.refused(errors.NotOwner, lambda: core.complete_store(stranger, record.id))
-        self.world.refused(errors.NotOwner, lambda: core.renew_store(stranger, record.id, expires_at))
+        same_tenant = tenant_of(stranger.namespace.id) == tenant_of(record.client.session.namespace.id)
+        refusal = errors.NotOwner if same_tenant else errors.StoreNotFound
+        self.world.refused(refusal, lambda: core.complete_store(stranger, record.id))
+        self.world.refused(refusal, lambda: core.renew_store(stranger, record.id, expires_at))
         core.writer_done(stranger, record.id)
         self.world.saw("strangers' stores completed")
 

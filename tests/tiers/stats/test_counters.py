@@ -9,9 +9,9 @@ from kvtier.tiers.stats.request_log import OutcomeRun
 from kvtier.tiers.types import MissReason
 
 
-def namespace(number: int, tag: bytes = b"rest") -> NamespaceId:
+def namespace(number: int, tag: bytes = b"rest" * 4) -> NamespaceId:
     """Returns the id of a namespace of a tenant."""
-    return NamespaceId(tag + number.to_bytes(12, "little"))
+    return NamespaceId(tag + number.to_bytes(16, "little"))
 
 
 def test_every_key_counts_in_its_namespace_and_in_the_sum() -> None:
@@ -32,12 +32,12 @@ def test_every_key_counts_in_its_namespace_and_in_the_sum() -> None:
 
 def test_namespaces_beyond_the_limit_share_counters_per_tenant() -> None:
     """Memory is bounded, and the sums are exact."""
-    tally = HitCounters(0, {b"acme": "acme"})
+    tally = HitCounters(0, {b"acme" * 4: "acme"})
     for number in range(MAX_NAMESPACES):
         tally.hit(namespace(number), 0)
     for number in range(1000):
         tally.hit(namespace(MAX_NAMESPACES + number), 0)
-        tally.hit(namespace(number, b"acme"), 0)
+        tally.hit(namespace(number, b"acme" * 4), 0)
     tally.hit(namespace(0), 0)
     cells = tally.all()
     assert len(cells) == MAX_NAMESPACES + 2

@@ -22,7 +22,7 @@ from kvtier.tiers.stats.request_log import OutcomeRun
 from kvtier.tiers.types import HOLD_ONLY_KEY_PREFIX, MissReason, NamespaceSpec
 
 BLOCK = 4096
-NAMESPACE = NamespaceId(b"n" * 16)
+NAMESPACE = NamespaceId(b"n" * 32)
 ONE_SIZE = NamespaceSpec(NAMESPACE, world_size=1, part_bytes=(BLOCK,))
 GROUP = bytes(4)
 FOREVER = float("inf")
