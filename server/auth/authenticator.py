@@ -24,6 +24,8 @@ _log = get_logger(__name__)
 
 _BEARER = "bearer "
 _MAX_TOKEN_CHARACTERS = 512
+_STRANGERS = "\0"
+"""Stands for the tenant of callers without valid credentials. No tenant has this name."""
 
 
 def peer_credentials(context: grpc.ServicerContext) -> tuple[str | None, list[str], bool]:
@@ -155,6 +157,19 @@ class AccessControl:
         self.authorize = self.authenticator.authorize if self.authenticator is not None else None
         self.rate_limiters = RateLimiters(config.rates, {tenant.name: tenant.rates for tenant in config.tenants})
         self._metrics_need_token = config.auth.metrics
+
+    def tenant_of(self, context: grpc.ServicerContext) -> str | None:
+        """Returns the tenant of a gRPC caller, `_STRANGERS` without valid credentials.
+
+        None: the caller may access all tenants.
+        """
+        if self.authenticator is None:
+            return None
+        token, names, is_local = peer_credentials(context)
+        try:
+            return self.authenticator.identify(token, names, is_local=is_local).tenant
+        except Refused:
+            return _STRANGERS
 
     def may_see_metrics(self, header: str | None) -> bool:
         """Returns whether this `Authorization` header permits reading the metrics. Thread-safe."""

@@ -20,11 +20,33 @@ from ..telemetry.logs import get_logger
 from ..telemetry.tracing import Tracing
 from .receptions import Receptions
 from .request_bounds import RequestBounds
+from .slice_scheduler import SliceScheduler
 
 __all__ = ["RefusalInterceptor"]
 
 
 _log = get_logger(__name__)
+
+_GRPC_SECONDS = 0.0002
+"""Use of the event loop by a call over gRPC before and after its handler."""
+_GARBAGE_SECONDS = 0.02
+"""A caller whose request cannot be parsed is held back for so long."""
+_MAX_DELAY_SECONDS = 1.0
+"""Maximum delay of the answer to a call above the rate limit."""
+_SESSION_TAGS, _SESSION_ID_BYTES = b"\n\n\x10", 16
+"""Tags and length of the session's id, which most requests begin with."""
+_RELEASES = frozenset(
+    f"/kvtier.v1.{name}"
+    for name in (
+        "CacheService/CompleteLoad",
+        "CacheService/ReleaseLease",
+        "CacheService/CompleteStore",
+        "CacheService/FinishRequest",
+        "HandoffService/ReleaseHolds",
+        "TransferService/UnregisterDeviceBuffers",
+    )
+)
+"""Methods that release slots or pins. Their handlers permit some calls above the rate limit."""
 
 
 class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
@@ -43,11 +65,16 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         authorize: Callable[[str, Any], None] | None = None,
         audit_log: AuditLog | None = None,
         bounds: RequestBounds | None = None,
+        turns: SliceScheduler | None = None,
+        check_rate: Callable[[bytes], None] | None = None,
+        tenant_of: Callable[[Any], str | None] = lambda _: None,
     ) -> None:
         """`authorize(method, context)` runs before each call and can raise `Refused`.
 
         `bounds` checks each single request before it is parsed. A handler of a stream of requests
-        checks them itself.
+        checks them itself. Before that, `check_rate(session_id)` can raise `Refused`. `turns`
+        grants turns to single requests over gRPC. `tenant_of(context)` returns the tenant of a
+        caller without a session.
         """
         self.observe = observe
         self.refused = refused
@@ -55,6 +82,9 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         self.audit_log = audit_log
         self.bounds = bounds
         self._authorize = authorize
+        self._turns = turns
+        self._check_rate = check_rate
+        self._tenant_of = tenant_of
         self._receptions = Receptions()
 
     async def intercept_service(
@@ -80,11 +110,41 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
 
         async def call(_: Any, context: grpc.aio.ServicerContext) -> Any:
             # Without a variable: see `_Outcome.abort`.
-            return await behavior(await self._receptions.receive(context, caller or _address_of(context)), context)
+            return await self._in_turn(
+                behavior, await self._receptions.receive(context, caller or _address_of(context)), context
+            )
 
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
         return grpc.stream_unary_rpc_method_handler(call, None, handler.response_serializer)
+
+    async def _in_turn(self, behavior: Any, message: bytes, context: grpc.aio.ServicerContext) -> Any:
+        """Waits for the turn of the caller's session, and measures for how long the call runs."""
+        if self._turns is None:
+            call = behavior(message, context)
+            del message  # see `_Outcome.abort`
+            return await call
+        session_id = session_id_of(message)
+        account = self._turns.account_of(session_id) if session_id else None
+        if account is None:
+            account = self._turns.account_without_session(self._tenant_of(context))
+        await self._turns.enter(account)
+        self._turns.charge(account, time.monotonic(), _GRPC_SECONDS)
+        call = behavior(message, context)
+        del message
+        return await self._turns.metered(account, call)
+
+    async def hold_back(self, context: Any, seconds: float) -> None:
+        """Keeps a refused caller from calling again for `seconds`, but at most for a second.
+
+        Over a socket, the connection is not read meanwhile. Over gRPC, the answer is delayed.
+        """
+        seconds = min(seconds, _MAX_DELAY_SECONDS)
+        if hasattr(context, "held_back"):
+            context.held_back = seconds
+        elif self._turns is not None:
+            left = context.time_remaining()
+            await self._turns.delay_refusal(seconds if left is None else min(seconds, left / 2))
 
     def wrap(self, method: str, handler: Any) -> Any:
         """Wraps a handler. `method` is the handler's name in metrics and log."""
@@ -100,7 +160,9 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                         parse = self.bounds.checking(method, parse)
                     if self.tracing is not None:
                         parse = self.tracing.recording_request_id(parse)
-                    behavior, handler = _with_parser(behavior, parse), handler._replace(request_deserializer=None)
+                    check_rate = None if method in _RELEASES else self._check_rate
+                    behavior = _with_parser(behavior, parse, check_rate)
+                    handler = handler._replace(request_deserializer=None)
                 return handler._replace(**{kind: wrap(method, behavior)})
         return handler
 
@@ -168,12 +230,22 @@ async def _send(context: grpc.aio.ServicerContext, answer: Any) -> None:
         raise asyncio.CancelledError from error
 
 
-def _with_parser(behavior: Any, parse: Callable[[bytes], Any]) -> Any:
+def session_id_of(message: bytes) -> bytes:
+    """Returns the id of the session that a serialized request begins with; b"" if there is none."""
+    return message[4 : 4 + _SESSION_ID_BYTES] if message[:1] + message[2:4] == _SESSION_TAGS else b""
+
+
+def _with_parser(
+    behavior: Any, parse: Callable[[bytes], Any], check_rate: Callable[[bytes], None] | None = None
+) -> Any:
     def call(message: bytes, context: grpc.aio.ServicerContext) -> Any:
+        if check_rate is not None and (session_id := session_id_of(message)):
+            check_rate(session_id)
         try:
             request = parse(message)
         except DecodeError as error:
-            raise Refused("INVALID_ARGUMENT", f"the message cannot be parsed: {error}") from error
+            text = f"the message cannot be parsed: {error}"
+            raise Refused("INVALID_ARGUMENT", text, hold_back=_GARBAGE_SECONDS) from error
         return behavior(request, context)
 
     return call
@@ -226,4 +298,6 @@ class _Outcome:
         if self._interceptor.audit_log is not None:
             self._interceptor.audit_log.record_refusal(self._method, context, reason)
         retry_after = error.retry_after if isinstance(error, Refused) else None
+        if isinstance(error, Refused) and error.hold_back:
+            await self._interceptor.hold_back(context, error.hold_back)
         await context.abort(self._code, message, error_details(reason, message, retry_after))

@@ -43,11 +43,11 @@ _LEASE_COST = 16
 
 
 class LongCalls:
-    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry) -> None:
+    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, scheduler: SliceScheduler) -> None:
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
-        self.scheduler = self._scheduler = SliceScheduler(sessions)
+        self.scheduler = self._scheduler = scheduler
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def keys(self, session: EngineSession, validator: RequestValidator, keys: Sequence[bytes]) -> list[bytes]:

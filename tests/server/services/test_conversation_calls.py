@@ -10,7 +10,7 @@ from harness.service_calls import SPEC, Calls, serving, until
 from kvtier.protos.v1 import cache_pb2, conversation_pb2
 from kvtier.server.config.tenants import tenant_tag
 from kvtier.server.refused import Refused
-from kvtier.server.services.conversation_calls import _MAX_ACTIONS, ConversationService
+from kvtier.server.services.conversation_calls import _MAX_WAITING, ConversationService
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.types import NamespaceSpec
 
@@ -28,7 +28,7 @@ async def conversation() -> AsyncIterator[tuple[Calls, ConversationService]]:
         begin = cache_pb2.BeginRequestRequest(request_id="r", keys=KEYS, conversation_id="c")
         await calls.service.BeginRequest(begin, None)
         calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
-        yield calls, ConversationService(calls.runtime, calls.registry, calls.validator)
+        yield calls, ConversationService(calls.runtime, calls.registry, calls.validator, calls.long_calls.scheduler)
 
 
 def act(service: ConversationService, action: str) -> "asyncio.Task[conversation_pb2.ActOnConversationResponse]":
@@ -98,7 +98,7 @@ def test_too_many_actions_at_once_are_refused() -> None:
 
     async def scenario() -> None:
         async with conversation() as (_, service):
-            running = [act(service, "RETAIN") for _ in range(_MAX_ACTIONS)]
+            running = [act(service, "RETAIN") for _ in range(_MAX_WAITING)]
             await asyncio.sleep(0)
             with pytest.raises(Refused) as refused:
                 await act(service, "RELEASE")
