@@ -4,11 +4,11 @@ All calls share the event loop. The scheduler measures for how long each call us
 calls and in the slices of long calls. A call with 65,536 keys takes 20 to 400 ms, so its handler
 processes the keys in slices of about 1 ms and waits for a turn before each slice.
 
-While other tenants call, a tenant may use half of the time, and the loop then stays free for as
-long as the tenant has used it. The same applies to the sessions of a tenant. So a short call of a
-client with few calls starts at once. Requests above this share wait: the tenant with the least use
-is next, then its session with the least use, then the oldest request. While no other tenant and no
-other session calls, a session gets all of the time.
+While other tenants call, the tenant with the most use may use half of the time: the loop then stays
+free for as long as this tenant has used it. The same applies to the sessions of a tenant. So a
+short call of another client starts at once. Requests above this share wait: the tenant with the
+least use is next, then its session with the least use, then the oldest request. While no other
+tenant and no other session calls, a session gets all of the time.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ _MAX_DELAYED = 16
 class _Siblings:
     """State that the tenants of a server share, and the sessions of a tenant."""
 
-    __slots__ = ("before_at", "last", "last_at", "virtual")
+    __slots__ = ("before_at", "last", "last_at", "most_used", "virtual")
 
     def __init__(self) -> None:
         self.virtual = 0.0
         """Use of the latest share at the begin of its last turn. New shares begin with it."""
+        self.most_used: _Share | None = None
+        """The most used of the active shares."""
         self.last: _Share | None = None
         self.last_at = self.before_at = float("-inf")
         """Time of the last use of the loop: by any share, and by any share other than `last`."""
@@ -61,17 +63,21 @@ class _Siblings:
 class _Share:
     """Use of the event loop by a tenant, or by a session of a tenant."""
 
-    __slots__ = ("free_at", "siblings", "used")
+    __slots__ = ("free_at", "siblings", "used", "used_at")
 
     def __init__(self, siblings: _Siblings) -> None:
         self.siblings = siblings
         self.used = siblings.virtual
         """Used seconds of the loop. A share that returns after a pause begins at its siblings'."""
+        self.used_at = float("-inf")
+        """Time of the last use."""
         self.free_at = 0.0
         """Time from which on the share may use the loop again although its siblings call."""
 
     def seconds_to_wait(self, now: float) -> float:
         siblings = self.siblings
+        if siblings.most_used is not self:
+            return 0.0
         others_at = siblings.before_at if siblings.last is self else siblings.last_at
         if now - others_at >= _ACTIVE_SECONDS:
             return 0.0
@@ -85,7 +91,10 @@ class _Share:
         self.free_at = max(self.free_at, began) + _PAUSE * seconds
         if siblings.last is not self:
             siblings.before_at, siblings.last = siblings.last_at, self
-        siblings.last_at = now
+        siblings.last_at = self.used_at = now
+        most = siblings.most_used
+        if most is None or self.used >= most.used or now - most.used_at >= _ACTIVE_SECONDS:
+            siblings.most_used = self
 
 
 class _Tenant(_Share):

@@ -91,6 +91,7 @@ class LongCalls:
         while pending and (remaining := deadline - self._runtime.now()) > 0:
             waited = True
             change = self._runtime.next_change  # also of changes during the slices
+            await self._scheduler.turn(session)  # each change wakes all waiting flushes
             await self._drop_settled(session, pending, statuses)
             if pending:
                 await self._runtime.wait_for_change(remaining, change)
