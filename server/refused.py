@@ -8,9 +8,7 @@ __all__ = ["Refused"]
 class Refused(Exception):
     """The server refuses a call; `reason` is the short name of a `kvtier.v1.ErrorReason`."""
 
-    def __init__(
-        self, reason: str, message: str, retry_after: float | None = None, *, hold_back: float = 0.0
-    ) -> None:
+    def __init__(self, reason: str, message: str, retry_after: float | None = None, *, hold_back: float = 0.0) -> None:
         """`retry_after` is the time in seconds after which the call may succeed, if known.
 
         `hold_back`: for how many seconds the server reads no further call; default: `retry_after`.

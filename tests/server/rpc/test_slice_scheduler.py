@@ -62,7 +62,7 @@ class Loop:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - the clock stands still between turns
                 await asyncio.sleep(0)
 
     def seconds_of(self, *sessions: bytes, unit: float = UNIT) -> float:
