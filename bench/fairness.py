@@ -280,33 +280,44 @@ class Flood:
 
 
 def _repeat_on(calls: list[tuple[socket.socket, bytes]], piece: int = 0) -> None:
-    """Sends each request again after its answer. With `piece`, sends only so many bytes at a time."""
+    """Sends each request again after its answer.
+
+    With `piece`, sends this number of bytes at a time, and does not wait for the answers.
+    """
     selector = selectors.EpollSelector()
-    missing, sent = dict.fromkeys((connection for connection, _ in calls), 0), Counter[socket.socket]()
     for connection, call in calls:
         connection.setblocking(True)
         selector.register(connection, selectors.EVENT_READ, call)
         if not piece:
             connection.sendall(call)
+    missing, sent = Counter[Any](), 0
     while True:
-        if piece:
-            for connection, call in calls:
-                position = sent[connection] % len(call)
-                connection.sendall(call[position : position + piece])
-                sent[connection] += piece
+        for connection, call in calls if piece else ():
+            position = sent % len(call)
+            connection.sendall(call[position : position + piece])
+        sent += piece
         for key, _ in selector.select(0 if piece else None):
-            connection = key.fileobj
-            data = connection.recv(1 << 20)
-            if not data:
-                raise RuntimeError("the server closed a connection")
-            while data:
-                if not missing[connection]:
-                    missing[connection] = HEAD_BYTES + unpack_head(data)[0]
-                took = min(len(data), missing[connection])
-                missing[connection] -= took
-                data = data[took:]
-                if not missing[connection] and not piece:
-                    connection.sendall(key.data)
+            for _ in range(_answers(key.fileobj, missing)):
+                if not piece:
+                    key.fileobj.sendall(key.data)  # type: ignore[union-attr]
+
+
+def _answers(connection: Any, missing: Counter[Any]) -> int:
+    """Reads from a connection; returns how many answers have ended.
+
+    `missing` has the bytes of the last answer that have not arrived, by connection.
+    """
+    data, ended = connection.recv(1 << 20), 0
+    if not data:
+        raise RuntimeError("the server closed a connection")
+    while data:
+        if not missing[connection]:
+            missing[connection] = HEAD_BYTES + unpack_head(data)[0]
+        taken = min(len(data), missing[connection])
+        missing[connection] -= taken
+        data = data[taken:]
+        ended += not missing[connection]
+    return ended
 
 
 class HonestClient:

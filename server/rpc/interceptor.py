@@ -29,7 +29,7 @@ _log = get_logger(__name__)
 
 _GRPC_SECONDS = 0.0002
 """Use of the event loop by a call over gRPC before and after its handler."""
-_GARBAGE_SECONDS = 0.02
+_GARBAGE_SECONDS = 0.1
 """A caller whose request cannot be parsed is held back for so long."""
 _MAX_DELAY_SECONDS = 1.0
 """Maximum delay of the answer to a call above the rate limit."""
@@ -231,7 +231,7 @@ async def _send(context: grpc.aio.ServicerContext, answer: Any) -> None:
 
 
 def session_id_of(message: bytes) -> bytes:
-    """Returns the id of the session that a serialized request begins with; b"" if there is none."""
+    """Returns the id of the session that a serialized request begins with; b"" if it has none."""
     return message[4 : 4 + _SESSION_ID_BYTES] if message[:1] + message[2:4] == _SESSION_TAGS else b""
 
 

@@ -225,10 +225,7 @@ class SliceScheduler:
         error: BaseException | None = None
         while True:
             try:
-                if error is None:
-                    future = self.run(account, call.send, value)
-                else:
-                    future = self.run(account, call.throw, error)
+                future = self.run(account, call.send, value) if error is None else self.run(account, call.throw, error)
             except StopIteration as end:
                 result: T = end.value
                 return result

@@ -1,4 +1,4 @@
-"""A tenant repeats calls on 60 connections; another tenant's calls get as much of the event loop."""
+"""A tenant repeats calls on 60 connections; another tenant gets as much of the event loop."""
 
 from __future__ import annotations
 

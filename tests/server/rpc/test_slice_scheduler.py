@@ -62,7 +62,7 @@ class Loop:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
-            while not condition():  # noqa: ASYNC110 - the clock stands still between turns
+            while not condition():  # noqa: ASYNC110 - no timer may advance the clock
                 await asyncio.sleep(0)
 
     def seconds_of(self, *sessions: bytes, unit: float = UNIT) -> float:

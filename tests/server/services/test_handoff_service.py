@@ -44,7 +44,9 @@ class Engine:
             refuse_if_draining=self._refuse_if_draining,
         )
         validator = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
-        self._service: Any = HandoffService(runtime, registry, validator, LongCalls(runtime, registry, SliceScheduler(registry)))
+        self._service: Any = HandoffService(
+            runtime, registry, validator, LongCalls(runtime, registry, SliceScheduler(registry))
+        )
 
     def _refuse_if_draining(self) -> None:
         if self.draining:
