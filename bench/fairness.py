@@ -220,7 +220,7 @@ class Flood:
                 "/kvtier.v1.CacheService/BeginRequest",
                 cache_pb2.BeginRequestRequest.SerializeToString,
                 cache_pb2.BeginRequestResponse.FromString,
-            )(begin)
+            ).future(begin).exception()
         self._repeat(
             "ConversationService/ListConversations", conversation_pb2.ListConversationsRequest(tenant="abusive")
         )

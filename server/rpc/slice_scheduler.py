@@ -207,11 +207,14 @@ class SliceScheduler:
             self._timer = None
             self._grant_later(0.0)
 
-    def run(self, account: Account, work: Callable[..., T], *arguments: Any) -> T:
-        """Calls `work` and charges its time to an account, unless the time is measured already."""
+    def run(self, account: Account, work: Callable[..., T], *arguments: Any, before: float = 0.0) -> T:
+        """Calls `work` and charges its time to an account, unless the time is measured already.
+
+        `before`: seconds that the event loop has used for this work before the call.
+        """
         if self._running is not None:
             return work(*arguments)
-        self._running, began = account, self._clock()
+        self._running, began = account, self._clock() - before
         try:
             return work(*arguments)
         finally:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from functools import partial
@@ -36,7 +35,7 @@ _BUDGET_MESSAGES = 8
 """Size of the `MessageBudget`, in requests of the largest size."""
 _READ_BYTES = 64 << 10
 """Bytes that the server receives at a time; asyncio would receive 256 KiB."""
-_READ_SECONDS = 1e-5
+_READ_SECONDS = 2e-5
 """Use of the event loop to receive bytes from a connection, before `data_received`."""
 _NAME_BYTES = 1 + 255
 """Largest name of a method, with its length."""
@@ -220,11 +219,13 @@ class _Connection(asyncio.Protocol):
         transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's transports
 
     def data_received(self, data: bytes) -> None:
+        self._turns.run(self._account, self._receive, data, before=_READ_SECONDS)
+
+    def _receive(self, data: bytes) -> None:
         self._received += data
-        self._turns.charge(self._account, time.monotonic(), _READ_SECONDS)
         if self._task is None and not self._write_paused and not self._is_scheduled:
             if self._turns.may_run(self._account):
-                self._turns.run(self._account, self._next)
+                self._next()
             else:
                 self._wait_for_turn()
         if self._buffer_is_full:
