@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from functools import partial
@@ -34,9 +35,11 @@ _REQUEST_SECONDS = 30.0
 _BUDGET_MESSAGES = 8
 """Size of the `MessageBudget`, in requests of the largest size."""
 _READ_BYTES = 64 << 10
-"""Bytes that the server receives at a time; asyncio would receive 256 KiB."""
+"""Bytes that the server receives at a time."""
+_BUFFER = memoryview(bytearray(_READ_BYTES))
+"""Receives the bytes of all connections, which copy them at once."""
 _READ_SECONDS = 2e-5
-"""Use of the event loop to receive bytes from a connection, before `data_received`."""
+"""Use of the event loop for an event of a connection, before `get_buffer`."""
 _NAME_BYTES = 1 + 255
 """Largest name of a method, with its length."""
 _SMALL_BYTES = 64 << 10
@@ -184,7 +187,7 @@ class _CallContext:
         raise _Aborted(status_pb2.Status(code=number, message=details))
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.BufferedProtocol):
     def __init__(self, calls: SocketCallServer, session_id: bytes, caller: Identity) -> None:
         self.ended = asyncio.get_running_loop().create_future()
         self._calls = calls
@@ -194,6 +197,7 @@ class _Connection(asyncio.Protocol):
         self._account: Account = calls.turns.account_of(session_id) or calls.turns.account_without_session(
             caller.tenant
         )
+        self._reading_at = 0.0
         self._held_back = 0.0
         """For how many seconds no call is read after the last one."""
         self._deadline: asyncio.TimerHandle | None = None
@@ -216,13 +220,18 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's transports
 
-    def data_received(self, data: bytes) -> None:
-        self._turns.run(self._account, self._receive, data, before=_READ_SECONDS)
+    def get_buffer(self, _: int) -> memoryview:
+        """Runs before the transport receives, which takes long for many small packets or TLS."""
+        self._reading_at = time.monotonic()
+        return _BUFFER
 
-    def _receive(self, data: bytes) -> None:
-        self._received += data
+    def buffer_updated(self, nbytes: int) -> None:
+        before = time.monotonic() - self._reading_at + _READ_SECONDS
+        self._turns.run(self._account, self._receive, nbytes, before=before)
+
+    def _receive(self, nbytes: int) -> None:
+        self._received += _BUFFER[:nbytes]
         if self._task is None and not self._write_paused and not self._is_scheduled:
             if self._turns.may_run(self._account):
                 self._next()
