@@ -19,6 +19,12 @@ KEYS = [b"%06d" % number + bytes(4) for number in range(MANY)]
 OWN = NamespaceSpec(NamespaceId(tenant_tag("").ljust(16, b"n")), world_size=1, part_bytes=SPEC.part_bytes)
 
 
+@pytest.fixture(autouse=True)
+def one_slice_per_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of turns does not depend on the speed of the machine."""
+    monkeypatch.setattr("kvtier.server.rpc.slice_scheduler._TURN_SECONDS", 0.0)
+
+
 @asynccontextmanager
 async def conversation() -> AsyncIterator[tuple[Calls, ConversationService]]:
     """Yields the service of a server that has a conversation "c" with many blocks."""
