@@ -2,24 +2,34 @@
 
 `python -m bench.fairness NAME ENDPOINT` is one client in its own process. An abusive client repeats
 its calls until it is killed. The honest client measures once per line of its standard input.
+
+There are two kinds of abuse. `Abuser` makes the largest legal calls with the client. `Flood`
+repeats a small serialized request on 60 connections, so that it needs little processor time.
 """
 
 from __future__ import annotations
 
 import json
+import selectors
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+import grpc
 
 from kvtier.client import Client, HoldName, KVTierError, StoreStatus
 from kvtier.protos.endpoint import parse_endpoint
-from kvtier.protos.v1 import admin_pb2
+from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2, conversation_pb2, handoff_pb2, session_pb2
 from kvtier.protos.v1.admin_pb2_grpc import AdminServiceStub
+from kvtier.protos.v1.session_pb2_grpc import SessionServiceStub
+from kvtier.protos.wire.socket_frames import HEAD_BYTES, Purpose, pack_call, pack_hello, unpack_head
 from kvtier.server.commands.admin_client import AdminClientError, ask, channel_to, follow
 
 from .measure import percentile, timed
@@ -27,7 +37,7 @@ from .report import Report
 from .service import Service
 from .workload import Keys, connect
 
-__all__ = ["ABUSES", "TENANTS", "Abuser", "HonestClient", "measure_fairness"]
+__all__ = ["ABUSES", "FLOODS", "TENANTS", "Abuser", "Flood", "HonestClient", "measure_fairness"]
 
 REGION_BYTES = 512 << 20
 LMDB_BYTES = 1 << 30
@@ -42,7 +52,13 @@ CALLERS = 4
 SECONDS = 2.0
 WARM_UP_SECONDS = 0.5
 TENANTS = 'tenants.honest = {quota = "45%", limit = "45%"}\ntenants.abusive = {limit = "45%"}\n'
+RATES = 'tenants.abusive = {limit = "45%", rates = {calls = 20}}'
 UNREAD_STREAMS = 32
+CONNECTIONS = 60
+GRPC_STREAMS = 60
+SESSIONS = 20
+FLOOD_KEYS = 256
+PARAMS_BYTES = 230_000
 _PATIENCE = 30.0
 _PAUSE_SECONDS = 0.01
 
@@ -139,6 +155,171 @@ class Abuser:
         self._client.claim(self._hold).release()
 
 
+class Flood:
+    """Connections of the abusive tenant that repeat one request. Each public method is an abuse."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = parse_endpoint(endpoint)
+        self._channel = channel_to(self._endpoint)
+        group = common_pb2.Group(name="full", block_tokens=16, part_bytes=ABUSER_BLOCK_BYTES)
+        self._namespace = common_pb2.Namespace(
+            model="flood", dtype="uint8", world_size=1, tenant="abusive", groups=[group]
+        )
+        self._streams: list[grpc.Call] = []
+        self._ref = self._open()
+        self._keys = Keys(f"flood {time.time_ns()}").take(FLOOD_KEYS)
+
+    def _open(self) -> common_pb2.SessionRef:
+        request = session_pb2.OpenRequest(
+            protocol_version=1, client_name="flood", engine_id=f"flood-{len(self._streams)}", namespace=self._namespace
+        )
+        self._streams.append(SessionServiceStub(self._channel).Open(request))
+        ref: common_pb2.SessionRef = next(self._streams[-1]).session
+        return ref
+
+    def lookups(self, connections: int = CONNECTIONS) -> None:
+        self._repeat(
+            "CacheService/Lookup", cache_pb2.LookupRequest(session=self._ref, keys=self._keys[:1]), connections
+        )
+
+    def lookups_of_256_keys(self) -> None:
+        self._repeat("CacheService/Lookup", cache_pb2.LookupRequest(session=self._ref, keys=self._keys, mode=2))
+
+    def flushes_of_256_keys(self) -> None:
+        self._repeat("CacheService/Flush", cache_pb2.FlushRequest(session=self._ref, keys=self._keys))
+
+    def holds_of_256_keys(self) -> None:
+        request = handoff_pb2.PublishHoldRequest(
+            session=self._ref, request_id="r", keys=self._keys, positions=range(FLOOD_KEYS), num_tokens=1
+        )
+        self._repeat("HandoffService/PublishHold", request)
+
+    def requests_with_long_parameters(self) -> None:
+        params = json.dumps({f"{number}": number for number in range(PARAMS_BYTES // 18)})
+        self._repeat(
+            "CacheService/BeginRequest",
+            cache_pb2.BeginRequestRequest(session=self._ref, request_id="r", kv_transfer_params_json=params),
+        )
+
+    def requests_with_parameters(self) -> None:
+        params = json.dumps({f"{number}": number for number in range(800)})
+        self._repeat(
+            "CacheService/BeginRequest",
+            cache_pb2.BeginRequestRequest(session=self._ref, request_id="r", kv_transfer_params_json=params),
+        )
+
+    def garbage(self) -> None:
+        self._repeat("CacheService/BeginRequest", b"\xff" * 300)
+
+    def lists_of_conversations(self) -> None:
+        for number in range(100):
+            begin = cache_pb2.BeginRequestRequest(
+                session=self._ref, request_id=f"{number}", keys=self._keys, conversation_id=f"{number}"
+            )
+            self._channel.unary_unary(
+                "/kvtier.v1.CacheService/BeginRequest",
+                cache_pb2.BeginRequestRequest.SerializeToString,
+                cache_pb2.BeginRequestResponse.FromString,
+            ).future(begin).exception()
+        self._repeat(
+            "ConversationService/ListConversations", conversation_pb2.ListConversationsRequest(tenant="abusive")
+        )
+
+    def single_bytes(self) -> None:
+        """Sends a request byte by byte."""
+        self._repeat("CacheService/Lookup", cache_pb2.LookupRequest(session=self._ref, keys=self._keys), piece=1)
+
+    def lookups_of_many_sessions(self) -> None:
+        refs = [self._open() for _ in range(SESSIONS)]
+        requests = [cache_pb2.LookupRequest(session=ref, keys=self._keys, mode=2) for ref in refs]
+        _repeat_on(
+            [
+                (self._connect(ref), pack_call(b"CacheService/Lookup", request.SerializeToString()))
+                for ref, request in zip(refs, requests, strict=True)
+                for _ in range(CONNECTIONS // SESSIONS)
+            ]
+        )
+
+    def lookups_over_grpc(self) -> None:
+        call = self._channel.unary_unary("/kvtier.v1.CacheService/Lookup")
+        message = cache_pb2.LookupRequest(session=self._ref, keys=self._keys, mode=2).SerializeToString()
+
+        def repeat() -> None:
+            while True:
+                with suppress(grpc.RpcError):
+                    call(message)
+
+        for _ in range(GRPC_STREAMS - 1):
+            threading.Thread(target=repeat, daemon=True).start()
+        repeat()
+
+    def sessions(self) -> None:
+        """Opens and ends sessions."""
+        while True:
+            with suppress(grpc.RpcError):
+                self._open()
+                self._streams.pop().cancel()
+
+    def connections(self) -> None:
+        """Opens and ends connections for calls."""
+        while True:
+            self._connect(self._ref).close()
+
+    def _connect(self, ref: common_pb2.SessionRef) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(f"{self._endpoint.path}.shm")
+        connection.sendall(pack_hello(Purpose.CALLS, ref.session_id, ref.epoch))
+        if not connection.recv(HEAD_BYTES + 1):
+            raise RuntimeError("the server refused a connection")
+        return connection
+
+    def _repeat(self, method: str, request: Any, connections: int = CONNECTIONS, piece: int = 0) -> None:
+        message = request if isinstance(request, bytes) else request.SerializeToString()
+        call = pack_call(method.encode(), message)
+        _repeat_on([(self._connect(self._ref), call) for _ in range(connections)], piece)
+
+
+def _repeat_on(calls: list[tuple[socket.socket, bytes]], piece: int = 0) -> None:
+    """Sends each request again after its answer.
+
+    With `piece`, sends this number of bytes at a time, and does not wait for the answers.
+    """
+    selector = selectors.EpollSelector()
+    for connection, call in calls:
+        connection.setblocking(True)
+        selector.register(connection, selectors.EVENT_READ, call)
+        if not piece:
+            connection.sendall(call)
+    missing, sent = Counter[Any](), 0
+    while True:
+        for connection, call in calls if piece else ():
+            position = sent % len(call)
+            connection.sendall(call[position : position + piece])
+        sent += piece
+        for key, _ in selector.select(0 if piece else None):
+            for _ in range(_answers(key.fileobj, missing)):
+                if not piece:
+                    key.fileobj.sendall(key.data)  # type: ignore[union-attr]
+
+
+def _answers(connection: Any, missing: Counter[Any]) -> int:
+    """Reads from a connection; returns how many answers have ended.
+
+    `missing` has the bytes of the last answer that have not arrived, by connection.
+    """
+    data, ended = connection.recv(1 << 20), 0
+    if not data:
+        raise RuntimeError("the server closed a connection")
+    while data:
+        if not missing[connection]:
+            missing[connection] = HEAD_BYTES + unpack_head(data)[0]
+        taken = min(len(data), missing[connection])
+        missing[connection] -= taken
+        data = data[taken:]
+        ended += not missing[connection]
+    return ended
+
+
 class HonestClient:
     """The honest client: lookups of hits, and stores and loads of a few blocks."""
 
@@ -178,6 +359,17 @@ class HonestClient:
 
 
 ABUSES = tuple(name for name in vars(Abuser) if not name.startswith("_"))
+FLOODS = tuple(name for name in vars(Flood) if not name.startswith("_"))
+
+
+LIMITED_FLOODS = (
+    "lookups",
+    "flushes_of_256_keys",
+    "holds_of_256_keys",
+    "garbage",
+    "lists_of_conversations",
+    "lookups_over_grpc",
+)
 
 
 def measure_fairness(report: Report, directory: Path) -> None:
@@ -189,9 +381,15 @@ def measure_fairness(report: Report, directory: Path) -> None:
         service.start()
         with _process("honest", service.unix) as honest:
             _measure(report, honest, "alone")
-            for abuse in ABUSES:
+            for abuse in (*ABUSES, *FLOODS):
                 with _process(abuse, service.unix):
                     _measure(report, honest, abuse.replace("_", " "))
+    with Service(directory, REGION_BYTES, config=TENANTS.partition("tenants.abusive")[0] + RATES) as service:
+        service.start()
+        with _process("honest", service.unix) as honest:
+            for abuse in ("spin", *LIMITED_FLOODS):
+                with _process(abuse, service.unix):
+                    _measure(report, honest, f"{abuse.replace('_', ' ')} at 20 calls/s")
 
 
 def _measure(report: Report, honest: subprocess.Popen[str], name: str) -> None:
@@ -201,7 +399,7 @@ def _measure(report: Report, honest: subprocess.Popen[str], name: str) -> None:
     found = json.loads(honest.stdout.readline())
     seconds = found["seconds"]
     beside = f"honest client beside {name}" if name != "alone" else "honest client alone"
-    limit = None if name == "alone" else "honest client alone"
+    limit = None if name in ("alone", "spin") else "honest client beside spin"
     report.add(
         f"{beside}: steps", (len(seconds) - found["failed"]) / sum(seconds), "1/s", f"{limit}: steps" if limit else None
     )
@@ -232,6 +430,12 @@ def _main(name: str, endpoint: str) -> None:
             _repeat(honest.attempt, WARM_UP_SECONDS)
             honest.failed = 0
             print(json.dumps({"seconds": _repeat(honest.attempt, SECONDS), "failed": honest.failed}), flush=True)
+        return
+    if name in FLOODS:
+        flood = Flood(endpoint)
+        threading.Thread(target=getattr(flood, name), daemon=True).start()
+        print("ready", flush=True)
+        sys.stdin.read()
         return
     callers = [Abuser(endpoint, caller) for caller in range(CALLERS)]
     for caller in callers:

@@ -127,7 +127,7 @@ class Server:
 
         drain, loop_lag = Drain(runtime, sessions, self._end), LoopLag()
         status = partial(build_status, runtime, sessions, started, loop_lag)
-        add_services(backend, listeners, AdminService(runtime, sessions, status, drain), closers)
+        add_services(backend, listeners, AdminService(runtime, sessions, status, drain, listeners.turns), closers)
         health = await register_health(listeners.grpc)
         self.ports = bind_endpoints(config, listeners.grpc, access)
         self.metrics_port = start_metrics_server(backend, drain, status, closers)

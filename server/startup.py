@@ -53,6 +53,7 @@ from .rpc.interceptor import RefusalInterceptor
 from .rpc.request_bounds import RequestBounds
 from .rpc.request_checks import RequestValidator
 from .rpc.sessions import SessionRegistry
+from .rpc.slice_scheduler import SliceScheduler
 from .rpc.socket_calls import SocketCallServer
 from .rpc.sockets import SocketClaim, SocketError, port_error
 from .rpc.writers import Writers
@@ -157,11 +158,15 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Listeners for calls: gRPC, unary calls over sockets, and the region's attach socket."""
+    """Listeners for calls: gRPC, unary calls over sockets, and the region's attach socket.
+
+    `turns` grants turns to the calls of all listeners.
+    """
 
     grpc: grpc.aio.Server
     socket_calls: SocketCallServer
     attach: AttachServer
+    turns: SliceScheduler
 
 
 def load_access_control(config: Config) -> AccessControl:
@@ -267,6 +272,8 @@ def open_listeners(
     """Creates the listeners and starts the attach socket. The caller starts gRPC later."""
     metrics, access, region = backend.metrics, backend.access, backend.runtime.region
     max_message_bytes = backend.config.limits.max_message_bytes + _MESSAGE_OVERHEAD_BYTES
+    turns = SliceScheduler(backend.sessions)
+    backend.sessions.on_close.append(turns.forget)
     interceptor = RefusalInterceptor(
         metrics.observe_rpc,
         metrics.refused,
@@ -274,8 +281,10 @@ def open_listeners(
         authorize=access.authorize,
         audit_log=access.audit_log,
         bounds=RequestBounds(backend.config.limits),
+        turns=turns,
+        check_rate=backend.sessions.check_rate,
     )
-    socket_calls = SocketCallServer(interceptor, max_message_bytes)
+    socket_calls = SocketCallServer(interceptor, max_message_bytes, turns)
     attach_path = sockets[0].path.with_name(sockets[0].path.name + SUFFIX)
     attach = AttachServer(attach_path, region, backend.sessions, socket_calls, access)
     with _start_errors():
@@ -288,7 +297,7 @@ def open_listeners(
         ("grpc.max_allowed_incoming_connections", _max_grpc_connections(len(backend.config.endpoints))),
         *_GRPC_OPTIONS,
     ]
-    return Listeners(grpc.aio.server(interceptors=[interceptor], options=options), socket_calls, attach)
+    return Listeners(grpc.aio.server(interceptors=[interceptor], options=options), socket_calls, attach, turns)
 
 
 def _max_grpc_connections(endpoints: int) -> int:
@@ -313,7 +322,7 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     if devices.unavailable:
         _log.info("device copies are not offered", reason=devices.unavailable)
 
-    long_calls = LongCalls(runtime, sessions)
+    long_calls = LongCalls(runtime, sessions, listeners.turns)
     broker = BulkBroker(
         runtime, sessions, validator, metrics, writers, long_calls, access.authenticator, access.audit_log
     )
@@ -330,7 +339,7 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     sources = _open_sources(backend, long_calls, closers)
     cache = CacheService(runtime, sessions, validator, bulk.end_writers, long_calls, sources)
     handoff = HandoffService(runtime, sessions, validator, long_calls)
-    conversations = ConversationService(runtime, sessions, validator)
+    conversations = ConversationService(runtime, sessions, validator, listeners.turns)
     device_calls = DeviceCopyCalls(runtime, sessions, validator, metrics, devices, writers)
     for server in (listeners.grpc, listeners.socket_calls):
         cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)

@@ -80,6 +80,11 @@ class RateLimiter:
                 self._check(self._calls, "calls")
             self._calls.take(1.0, self._clock())
 
+    def check_call(self) -> None:
+        """Raises `Refused` if the next call would be above the limit. Counts no call."""
+        if self._calls is not None:
+            self._check(self._calls, "calls")
+
     def check_stream(self) -> None:
         """Raises `Refused` if earlier streams have used up the tenant's bytes."""
         if self._bytes is not None:

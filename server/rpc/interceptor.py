@@ -21,6 +21,7 @@ from ..telemetry.logs import get_logger
 from ..telemetry.tracing import Tracing
 from .receptions import LOCAL_OR_REMOTE, PUBLIC, GrpcCaller, Receptions, RefusalPace, StreamShares
 from .request_bounds import RequestBounds
+from .slice_scheduler import Account, SliceScheduler
 
 __all__ = ["RefusalInterceptor"]
 
@@ -33,6 +34,26 @@ _MAX_STREAMS = 256
 """Maximum number of running streams of a method, over TCP and over the Unix socket."""
 _MAX_STREAMS_OF = {"/kvtier.v1.EventService/WatchEvents": 1024}
 """The same for streams that hold little memory."""
+_GRPC_SECONDS = 0.0002
+"""Use of the event loop by a call over gRPC before and after its handler."""
+_GARBAGE_SECONDS = 0.1
+"""A caller whose request cannot be parsed is held back for so long."""
+_MAX_DELAY_SECONDS = 1.0
+"""Maximum delay of the answer to a call above the rate limit."""
+_SESSION_TAGS, _SESSION_ID_BYTES = b"\n\n\x10", 16
+"""Tags and length of the session's id, which most requests begin with."""
+_RELEASES = frozenset(
+    f"/kvtier.v1.{name}"
+    for name in (
+        "CacheService/CompleteLoad",
+        "CacheService/ReleaseLease",
+        "CacheService/CompleteStore",
+        "CacheService/FinishRequest",
+        "HandoffService/ReleaseHolds",
+        "TransferService/UnregisterDeviceBuffers",
+    )
+)
+"""Methods that release slots or pins. Their handlers permit some calls above the rate limit."""
 
 
 class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
@@ -51,11 +72,14 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         authorize: Callable[[str, Any], None] | None = None,
         audit_log: AuditLog | None = None,
         bounds: RequestBounds | None = None,
+        turns: SliceScheduler | None = None,
+        check_rate: Callable[[bytes], None] | None = None,
     ) -> None:
         """`authorize(method, context)` runs before each call and can raise `Refused`.
 
         `bounds` checks each single request before it is parsed. A handler of a stream of requests
-        checks them itself.
+        checks them itself. Before that, `check_rate(session_id)` can raise `Refused`. `turns`
+        grants turns to single requests over gRPC.
         """
         self.observe = observe
         self.refused = refused
@@ -64,6 +88,8 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         self.bounds = bounds
         self.refusal_pace = RefusalPace()
         self._authorize = authorize
+        self._turns = turns
+        self._check_rate = check_rate
         # Callers over TCP take no place of the Unix socket, and no place of a health check.
         self._receptions = {
             (is_local, public): Receptions(PUBLIC if public else LOCAL_OR_REMOTE)
@@ -108,7 +134,9 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                         parse = self.bounds.checking(method, parse)
                     if self.tracing is not None:
                         parse = self.tracing.recording_request_id(parse)
-                    behavior, handler = _with_parser(behavior, parse), handler._replace(request_deserializer=None)
+                    check_rate = None if method in _RELEASES else self._check_rate
+                    behavior = _with_parser(behavior, parse, check_rate)
+                    handler = handler._replace(request_deserializer=None)
                 receives, streams = via_grpc and kind.startswith("unary"), via_grpc and kind != "unary_unary"
                 return handler._replace(**{kind: wrap(method, behavior, receives=receives, streams=streams)})
         return handler
@@ -132,8 +160,43 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
             outcome.received()
         return request
 
+    async def _enter(self, message: bytes, context: Any) -> Account | None:
+        """Waits for the turn of the caller's session; returns the account for the call's time."""
+        if self._turns is None:
+            return None
+        session_id = session_id_of(message)
+        account = self._turns.account_of(session_id) if session_id else None
+        if account is None:
+            account = self._turns.account_without_session(CALLER.get().tenant or _caller_of(context).group)
+        await self._turns.enter(account)
+        self._turns.charge(account, time.monotonic(), _GRPC_SECONDS)
+        return account
+
+    def _start(self, account: Account | None, behavior: Any, request: Any, context: Any) -> Any:
+        """Calls a handler. The time that its parser uses is charged to the account."""
+        if account is None or self._turns is None:
+            return behavior(request, context)
+        return self._turns.run(account, behavior, request, context)
+
+    def _metered(self, account: Account | None, call: Any) -> Any:
+        """Returns an awaitable that charges the time of the call to the account."""
+        return call if account is None or self._turns is None else self._turns.metered(account, call)
+
+    async def hold_back(self, context: Any, seconds: float) -> None:
+        """Keeps a refused caller from calling again for `seconds`, but at most for a second.
+
+        Over a socket, the connection is not read meanwhile. Over gRPC, the answer is delayed.
+        """
+        seconds = min(seconds, _MAX_DELAY_SECONDS)
+        if hasattr(context, "held_back"):
+            context.held_back = seconds
+        elif self._turns is not None:
+            left = context.time_remaining()
+            await self._turns.delay_refusal(seconds if left is None else min(seconds, left / 2))
+
     def _wrap_unary(self, method: str, behavior: Any, *, receives: bool, streams: bool) -> Any:
         async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            account: Account | None = None
             with _Outcome(self, method, context) as outcome:
                 try:
                     if self._authorize is not None:
@@ -142,11 +205,13 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                         request = await self._admit(
                             method, context, outcome, request, receives=receives, streams=streams
                         )
-                    answer = behavior(request, context)
-                    return await answer if inspect.isawaitable(answer) else answer
+                    if receives:
+                        account = await self._enter(request, context)
+                    answer = self._start(account, behavior, request, context)
+                    return await self._metered(account, answer) if inspect.isawaitable(answer) else answer
                 except Exception as error:  # noqa: BLE001 - an error of one call must not end the server
                     del request  # see `abort`
-                    await outcome.abort(context, error)
+                    await self._metered(account, outcome.abort(context, error))
 
         return call
 
@@ -155,6 +220,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         # sends an answer, gRPC would drop a generator without closing it. Then the generator's
         # `finally` block, which ends the session, would run only at the next garbage collection.
         async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
+            account: Account | None = None
             with _Outcome(self, method, context) as outcome:
                 try:
                     if self._authorize is not None:
@@ -163,7 +229,9 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                         request = await self._admit(
                             method, context, outcome, request, receives=receives, streams=streams
                         )
-                    answers = behavior(request, context)
+                    if receives:
+                        account = await self._enter(request, context)
+                    answers = self._start(account, behavior, request, context)
                     request = None  # is not held as long as the stream runs
                     # The health service writes its answers itself, so there is nothing to iterate.
                     if not hasattr(answers, "__anext__"):
@@ -171,16 +239,16 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                         return
                 except Exception as error:  # noqa: BLE001 - as above
                     del request
-                    await outcome.abort(context, error)
+                    await self._metered(account, outcome.abort(context, error))
                 async with contextlib.aclosing(answers):
                     while True:
                         try:
-                            answer = await anext(answers)
+                            answer = await self._metered(account, anext(answers))
                         except StopAsyncIteration:
                             return
                         except Exception as error:  # noqa: BLE001 - as above
                             del request
-                            await outcome.abort(context, error)
+                            await self._metered(account, outcome.abort(context, error))
                         await _send(context, answer)
                         del answer  # frees the frame (2 MiB) during the wait for the next one
 
@@ -212,12 +280,22 @@ async def _send(context: grpc.aio.ServicerContext, answer: Any) -> None:
         raise asyncio.CancelledError from error
 
 
-def _with_parser(behavior: Any, parse: Callable[[bytes], Any]) -> Any:
+def session_id_of(message: bytes) -> bytes:
+    """Returns the id of the session that a serialized request begins with; b"" if it has none."""
+    return message[4 : 4 + _SESSION_ID_BYTES] if message[:1] + message[2:4] == _SESSION_TAGS else b""
+
+
+def _with_parser(
+    behavior: Any, parse: Callable[[bytes], Any], check_rate: Callable[[bytes], None] | None = None
+) -> Any:
     def call(message: bytes, context: grpc.aio.ServicerContext) -> Any:
+        if check_rate is not None and (session_id := session_id_of(message)):
+            check_rate(session_id)
         try:
             request = parse(message)
         except DecodeError as error:
-            raise Refused("INVALID_ARGUMENT", f"the message cannot be parsed: {error}") from error
+            text = f"the message cannot be parsed: {error}"
+            raise Refused("INVALID_ARGUMENT", text, hold_back=_GARBAGE_SECONDS) from error
         return behavior(request, context)
 
     return call
@@ -280,4 +358,6 @@ class _Outcome:
         if reason == "UNAUTHENTICATED":
             await self._interceptor.refusal_pace.wait()
         retry_after = error.retry_after if isinstance(error, Refused) else None
+        if isinstance(error, Refused) and error.hold_back:
+            await self._interceptor.hold_back(context, error.hold_back)
         await context.abort(self._code, message, error_details(reason, message, retry_after))

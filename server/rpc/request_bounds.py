@@ -42,7 +42,7 @@ _MAX_MEDIA = 16
 _MAX_GROUPS = 4096
 _MAX_ATTRIBUTES = 1024
 _MAX_NAMESPACE_BYTES = 64 << 10
-_MAX_PARAMS_BYTES = 256 << 10
+_MAX_PARAMS_BYTES = 16 << 10
 _MAX_TOKEN_BYTES = 4 << 20
 """A million token ids per call: 65,536 blocks of 16 tokens."""
 _MAX_HOLDS = 4096

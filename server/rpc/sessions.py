@@ -103,9 +103,6 @@ class SessionRegistry:
         self._max_connections = min(_MAX_ALL_CONNECTIONS, max_descriptors() // 4)
         self._connections: Counter[str] = Counter()
         """Number of connections for calls per tenant."""
-        self._last_heard: OpenSession | None = None
-        self._heard_before = 0.0
-        """Time of the last call of a session other than `_last_heard`."""
 
     @property
     def draining(self) -> bool:
@@ -204,10 +201,6 @@ class SessionRegistry:
     def count_call(self, session: OpenSession, *, is_release: bool = False) -> None:
         """Counts a call of a session. Raises `Refused` if the tenant exceeds its rate limit."""
         session.calls += 1
-        if session is not self._last_heard:
-            if self._last_heard is not None:
-                self._heard_before = self._last_heard.heard_at
-            self._last_heard = session
         session.heard_at = self._runtime.called_at = self._runtime.now()
         if session.limiter is not None:
             session.limiter.count_call(is_release=is_release)
@@ -218,10 +211,16 @@ class SessionRegistry:
         if limiter is not None:
             limiter.count_call()
 
-    def others_heard_at(self, session: EngineSession) -> float:
-        """Returns the time of the last call of any other session, in seconds."""
-        last = self._last_heard
-        return self._heard_before if last is None or last.core is session else last.heard_at
+    def tenant_of(self, session_id: bytes) -> str | None:
+        """Returns the tenant of an open session; None if there is no such session."""
+        session = self._sessions.get(session_id)
+        return None if session is None else session.core.tenant
+
+    def check_rate(self, session_id: bytes) -> None:
+        """Raises `Refused` if the tenant of a session exceeds its rate limit. Counts no call."""
+        session = self._sessions.get(session_id)
+        if session is not None and session.limiter is not None:
+            session.limiter.check_call()
 
     def find(self, ref: common_pb2.SessionRef, caller: Identity | None = None) -> OpenSession:
         """Returns a session. Raises `Refused` if it is unknown or not usable by the caller."""

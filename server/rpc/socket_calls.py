@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections import Counter
-from collections.abc import Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -21,6 +23,7 @@ from ...protos.wire.socket_frames import HEAD_BYTES, FrameKind, pack_answer, pac
 from ..auth.roles import OWNER, Identity
 from ..telemetry.logs import get_logger
 from .interceptor import RefusalInterceptor
+from .slice_scheduler import Account, SliceScheduler
 
 __all__ = ["SocketCallServer"]
 
@@ -32,7 +35,11 @@ _REQUEST_SECONDS = 30.0
 _BUDGET_MESSAGES = 8
 """Size of the `MessageBudget`, in requests of the largest size."""
 _READ_BYTES = 64 << 10
-"""Bytes that the server receives at a time; asyncio would receive 256 KiB."""
+"""Bytes that the server receives at a time."""
+_BUFFER = memoryview(bytearray(_READ_BYTES))
+"""Receives the bytes of all connections, which copy them at once."""
+_READ_SECONDS = 2e-5
+"""Use of the event loop for an event of a connection, before `get_buffer`."""
 _NAME_BYTES = 1 + 255
 """Largest name of a method, with its length."""
 _SMALL_BYTES = 64 << 10
@@ -91,8 +98,9 @@ class SocketCallServer:
     are served.
     """
 
-    def __init__(self, interceptor: RefusalInterceptor, max_message_bytes: int) -> None:
+    def __init__(self, interceptor: RefusalInterceptor, max_message_bytes: int, turns: SliceScheduler) -> None:
         """The server refuses and discards a message of more than `max_message_bytes`."""
+        self.turns = turns
         self.max_message_bytes = max_message_bytes
         self.budget = MessageBudget(_BUDGET_MESSAGES * max_message_bytes)
         self._interceptor = interceptor
@@ -135,15 +143,17 @@ class SocketCallServer:
         finally:
             served.close()
 
-    async def call(self, name: bytes, message: bytes, caller: Identity = OWNER) -> bytes:
+    async def call(self, name: bytes, message: bytes, caller: Identity = OWNER) -> tuple[bytes, float]:
+        """Returns the answer, and for how many seconds no further call must be read."""
         handler = self._handlers.get(name)
         if handler is None:
-            return _refusal(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
+            return _refusal(grpc.StatusCode.UNIMPLEMENTED, "there is no such method"), 0.0
+        context = _CallContext(caller)
         try:
-            answer = await handler.unary_unary(message, _CallContext(caller))
+            answer = await handler.unary_unary(message, context)
         except _Aborted as aborted:
-            return pack_error(aborted.status)
-        return pack_answer(0, handler.response_serializer(answer))
+            return pack_error(aborted.status), context.held_back
+        return pack_answer(0, handler.response_serializer(answer)), 0.0
 
 
 def _refusal(code: grpc.StatusCode, message: str) -> bytes:
@@ -162,10 +172,12 @@ class _Aborted(grpc.aio.AbortError):  # type: ignore[misc]  # grpc has no types
 class _CallContext:
     """The part of gRPC's context that the interceptor uses. Unary handlers do not use a context."""
 
-    __slots__ = ("caller",)
+    __slots__ = ("caller", "held_back")
 
     def __init__(self, caller: Identity) -> None:
         self.caller = caller
+        self.held_back = 0.0
+        """For how many seconds the connection must not be read; see `hold_back`."""
 
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any) -> NoReturn:
         status = status_within(trailing_metadata)
@@ -175,12 +187,19 @@ class _CallContext:
         raise _Aborted(status_pb2.Status(code=number, message=details))
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.BufferedProtocol):
     def __init__(self, calls: SocketCallServer, session_id: bytes, caller: Identity) -> None:
         self.ended = asyncio.get_running_loop().create_future()
         self._calls = calls
         self._session_id = session_id
         self._caller = caller
+        self._turns = calls.turns
+        self._account: Account = calls.turns.account_of(session_id) or calls.turns.account_without_session(
+            caller.tenant
+        )
+        self._reading_at = 0.0
+        self._held_back = 0.0
+        """For how many seconds no call is read after the last one."""
         self._deadline: asyncio.TimerHandle | None = None
         """Closes the connection if the rest of a request does not arrive in time."""
         self._unread: asyncio.TimerHandle | None = None
@@ -194,21 +213,44 @@ class _Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         """The running call, if it did not finish at once."""
         self._is_scheduled = False
-        """Whether the event loop is about to call `_resume`."""
+        """Whether the connection waits for its turn, or is held back. Then it is not read."""
         self._write_paused = False
         """Whether the client does not read the answers. Then no further call starts."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's transports
 
-    def data_received(self, data: bytes) -> None:
-        self._received += data
+    def get_buffer(self, _: int) -> memoryview:
+        """Runs before the transport receives, which takes long for many small packets or TLS."""
+        self._reading_at = time.monotonic()
+        return _BUFFER
+
+    def buffer_updated(self, nbytes: int) -> None:
+        before = time.monotonic() - self._reading_at + _READ_SECONDS
+        self._turns.run(self._account, self._receive, nbytes, before=before)
+
+    def _receive(self, nbytes: int) -> None:
+        self._received += _BUFFER[:nbytes]
         if self._task is None and not self._write_paused and not self._is_scheduled:
-            self._next()
+            if self._turns.may_run(self._account):
+                self._next()
+            else:
+                self._wait_for_turn()
         if self._buffer_is_full:
             self._transport.pause_reading()
+
+    def _wait_for_turn(self) -> None:
+        """Stops reading until it is the turn of the session."""
+        self._is_scheduled = True
+        self._transport.pause_reading()
+        self._turns.wait(self._account, self._continue)
+
+    def _continue(self) -> bool:
+        self._is_scheduled = False
+        if self._task is None and not self._write_paused and not self._transport.is_closing():
+            self._next()
+        return False
 
     def pause_writing(self) -> None:
         self._write_paused = True
@@ -261,13 +303,25 @@ class _Connection(asyncio.Protocol):
             body = bytes(memoryview(self._received)[HEAD_BYTES:end])
             del self._received[:end]
             self._set_deadline(waiting=False)
-            self._task = _run_eagerly(self._answer(body))
-            # Other connections get a turn before the next call of this connection.
-            if self._task is None and self._received:
-                self._is_scheduled = True
-                asyncio.get_running_loop().call_soon(self.resume)
+            self._task = _run_eagerly(self._answer(body), partial(self._turns.run, self._account))
+            if self._task is None:
+                self._called()
         else:
             self._set_deadline(waiting=True)
+
+    def _called(self) -> None:
+        """Prepares the next call of the connection after an answer."""
+        if self._held_back:
+            self._is_scheduled = True
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_later(self._held_back, self._end_hold_back)
+            self._held_back = 0.0
+        elif self._received:
+            self._wait_for_turn()  # other connections get a turn before
+
+    def _end_hold_back(self) -> None:
+        if not self._transport.is_closing():
+            self._wait_for_turn()
 
     def _admit(self, length: int) -> bool:
         """Returns whether a large request may be received: it is not too large and has memory."""
@@ -299,10 +353,9 @@ class _Connection(asyncio.Protocol):
         self._calls.budget.release(self._session_id, self._caller.tenant, reserved, self)
 
     def resume(self) -> None:
-        """Starts the next call, unless a call is running or the client does not read answers."""
-        self._is_scheduled = False
-        if self._task is None and not self._write_paused and not self._transport.is_closing():
-            self._next()
+        """Waits for the next turn, unless a call is running or the client does not read answers."""
+        if self._task is None and not self._is_scheduled and not self._write_paused:
+            self._wait_for_turn()
 
     def _set_deadline(self, *, waiting: bool) -> None:
         """Starts the deadline for the rest of a request if `waiting`; otherwise cancels it."""
@@ -322,7 +375,7 @@ class _Connection(asyncio.Protocol):
 
     async def _answer(self, body: bytes) -> None:
         try:
-            answer = await self._calls.call(*unpack_call(body), self._caller)
+            answer, self._held_back = await self._calls.call(*unpack_call(body), self._caller)
         except Exception as error:  # noqa: BLE001 - an error of one call must not end the server
             _log.warning("socket call refused", error=str(error), exc_info=None if type(error) is ValueError else error)
             self.close()
@@ -332,43 +385,48 @@ class _Connection(asyncio.Protocol):
         waited, self._task = self._task is not None, None
         self._transport.write(answer)
         if waited:
-            self.resume()
+            self._called()
+            if not self._is_scheduled:
+                self._next()  # reads on
 
 
-def _run_eagerly(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+def _run_eagerly(coroutine: Coroutine[Any, Any, None], run: Callable[..., Any]) -> asyncio.Task[None] | None:
     """Runs a coroutine until it waits. Returns a task for the rest; None if it has finished.
 
     Most calls never wait. For such a call, a task and a turn of the event loop can cost more than
-    the call itself.
+    the call itself. `run(function, argument)` calls each further step of the task.
     """
+    started = _StartedCoroutine(coroutine, run)
     if sys.version_info >= (3, 12):
-        task = asyncio.Task(coroutine, loop=asyncio.get_running_loop(), eager_start=True)
+        task = asyncio.Task(started, loop=asyncio.get_running_loop(), eager_start=True)
         return None if task.done() else task
     try:
-        future = coroutine.send(None)
+        started.pending.append(started.send(None))
     except StopIteration:
         return None
-    return asyncio.get_running_loop().create_task(_StartedCoroutine(coroutine, future))
+    return asyncio.get_running_loop().create_task(started)
 
 
 class _StartedCoroutine(Coroutine[Any, Any, None]):
     """Wraps a coroutine that was already started, so that a Task can continue it.
 
-    The first `send` yields again the future that the coroutine already awaits. Python 3.11 needs
-    this class, because it has no eager tasks.
+    The first `send` of the Task yields again the future that the coroutine already awaits: Python
+    3.11 has no eager tasks.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, None], future: Any) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, None], run: Callable[..., Any]) -> None:
         self._coroutine = coroutine
-        self._pending = [future]
+        self._run = run
+        self.pending: list[Any] = []
+        """The future that the coroutine awaits, until the Task gets it."""
 
     def send(self, value: Any) -> Any:
-        return self._pending.pop() if self._pending else self._coroutine.send(value)
+        return self.pending.pop() if self.pending else self._run(self._coroutine.send, value)
 
     def throw(self, *error: Any) -> Any:
         """Raises the error in the coroutine, even before the first `send`."""
-        self._pending.clear()
-        return self._coroutine.throw(*error)
+        self.pending.clear()
+        return self._run(self._coroutine.throw, *error)
 
     def close(self) -> None:
         self._coroutine.close()

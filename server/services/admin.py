@@ -22,6 +22,7 @@ from ..drain import Drain
 from ..refused import Refused
 from ..rpc.request_checks import duration_seconds
 from ..rpc.sessions import SessionRegistry
+from ..rpc.slice_scheduler import SliceScheduler
 from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
 from .admin_messages import (
@@ -43,8 +44,6 @@ _log = get_logger(__name__)
 
 _MAX_EVICTIONS = 16
 _STEP_SECONDS = 0.1
-_TURN_SECONDS = 0.001
-"""A listing gives the event loop to other calls after this time."""
 _MAX_LEASES = 1000
 _MAX_HANDOFFS = 1000
 
@@ -56,11 +55,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         sessions: SessionRegistry,
         status: Callable[[], admin_pb2.GetStatusResponse],
         drain: Drain,
+        turns: SliceScheduler,
     ) -> None:
         self._runtime = runtime
         self._sessions = sessions
         self._status = status
         self._drain = drain
+        self._turns = turns
         self._evictions = 0
         self._fsck = OnlineFsck(runtime, sessions)
 
@@ -76,7 +77,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         held: list[BlockLease | Store] = [*self._runtime.core.leases(), *self._runtime.core.stores()]
         held.sort(key=_begun_at)
         return admin_pb2.ListLeasesResponse(
-            leases=await _describe(
+            leases=await self._describe(
                 held[: min(request.max_leases or _MAX_LEASES, _MAX_LEASES)],
                 lambda lease: lease_status(lease, clients.get(lease.owner.session_id), now),
             ),
@@ -89,7 +90,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         now, core = self._runtime.now(), self._runtime.core
         holds = core.handoffs.all()
         return admin_pb2.ListHandoffsResponse(
-            handoffs=await _describe(
+            handoffs=await self._describe(
                 holds[: min(request.max_handoffs or _MAX_HANDOFFS, _MAX_HANDOFFS)],
                 lambda hold: handoff_status(hold, now),
             ),
@@ -163,6 +164,16 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             await asyncio.sleep(_STEP_SECONDS)
         yield self._drain_step()
 
+    async def _describe(self, held: Sequence[T], describe: Callable[[T], M]) -> list[M]:
+        """Describes leases or holds, which have up to 65,536 blocks each, in turns."""
+        described: list[M] = []
+        turn_ends = 0.0
+        for each in held:
+            if time.monotonic() >= turn_ends:
+                turn_ends = await self._turns.pause()
+            described.append(describe(each))
+        return described
+
     def _drain_step(self) -> admin_pb2.DrainResponse:
         stats = self._runtime.stats()
         return admin_pb2.DrainResponse(
@@ -173,18 +184,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             done=self._drain.done,
             complete=self._drain.complete,
         )
-
-
-async def _describe(held: Sequence[T], describe: Callable[[T], M]) -> list[M]:
-    """Describes leases or holds, which have up to 65,536 blocks each. Other calls run meanwhile."""
-    described: list[M] = []
-    began = time.monotonic()
-    for each in held:
-        described.append(describe(each))
-        if (took := time.monotonic() - began) > _TURN_SECONDS:
-            await asyncio.sleep(took)
-            began = time.monotonic()
-    return described
 
 
 def _eviction_request(request: admin_pb2.EvictRequest, tiers: list[str], now: float) -> EvictionRequest:

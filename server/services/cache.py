@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
+import msgspec
 
 from ...protos.v1 import cache_pb2, cache_pb2_grpc
 from ...protos.wire.packed_keys import pack_offsets
@@ -343,8 +343,8 @@ def _params(text: str) -> dict[str, object]:
     if not text:
         return {}
     try:
-        params = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        params = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Refused("INVALID_ARGUMENT", f"kv_transfer_params_json is not JSON: {error}") from error
     if params is None:
         return {}

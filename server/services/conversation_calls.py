@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 
@@ -23,6 +23,7 @@ from ..config.tenants import tenant_tag
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
+from ..rpc.slice_scheduler import SliceScheduler
 from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
 from .admin_messages import duration_of
@@ -31,7 +32,8 @@ __all__ = ["ConversationService"]
 
 _log = get_logger(__name__)
 
-_MAX_ACTIONS = 16
+_MAX_ACTIONS, _MAX_WAITING = 16, 256
+"""Maximum number of actions of one tenant that run, and that run or wait."""
 _MAX_CONVERSATIONS = 100
 _PAGE_KEYS = 65_536
 """A page ends when its conversations have this number of keys, because each key is searched."""
@@ -52,14 +54,19 @@ _LOGGED = frozenset({_PIN, _UNPIN, conversation_pb2.CONVERSATION_ACTION_DELETE})
 
 
 class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
-    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, validator: RequestValidator) -> None:
+    def __init__(
+        self, runtime: TierRuntime, sessions: SessionRegistry, validator: RequestValidator, turns: SliceScheduler
+    ) -> None:
         self._runtime = runtime
         self._core = runtime.core
         self._tasks = runtime.core.conversations
         self._sessions = sessions
         self._validator = validator
         self._tiers = [tier.name for tier in runtime.core.stats().tiers]
-        self._running = 0
+        self._turns = turns
+        self._actions: Counter[str] = Counter()
+        """Number of actions per tenant that run or wait."""
+        self._permits: dict[str, asyncio.Semaphore] = {}
 
     async def ListConversations(
         self, request: conversation_pb2.ListConversationsRequest, context: grpc.aio.ServicerContext
@@ -99,7 +106,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         seconds = self._validator.retention(request.retain_for)
         if request.action == _RETAIN and not request.HasField("retain_for"):
             raise Refused("INVALID_ARGUMENT", "retain_for is missing")
-        with self._counted():
+        async with self._permitted(CALLER.get().tenant or request.tenant):
             if request.conversation_id:
                 counts = await self._act(request, seconds)
             else:
@@ -216,7 +223,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         for start in range(0, len(keys), _PREFETCH_SLICE):
             waiting += shared.query(session, keys[start : start + _PREFETCH_SLICE], everywhere, prefix=False)[0]
             self._runtime.run_commands()
-            await asyncio.sleep(0)
+            await self._turns.pause()
         while waiting and (remaining := deadline - self._runtime.now()) > 0:
             change = self._runtime.next_change
             while waiting and shared.presence(session, waiting[-1], everywhere) is not Presence.UNKNOWN:
@@ -229,14 +236,15 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         return task.counts
 
     async def _in_slices(self, work: Callable[[], bool]) -> None:
-        """Runs slices, and leaves the event loop to other calls for as long as each slice took."""
+        """Runs slices in turns."""
+        turn_ends = 0.0
         while True:
-            began = time.monotonic()
+            if time.monotonic() >= turn_ends:
+                turn_ends = await self._turns.pause()
             more = work()
             self._runtime.run_commands()
             if not more:
                 return
-            await asyncio.sleep(time.monotonic() - began)
 
     async def _status(self, conversation: Conversation) -> conversation_pb2.ConversationStatus:
         now, use = self._runtime.now(), [TierUse() for _ in self._tiers]
@@ -262,15 +270,20 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             status.retained_for.CopyFrom(duration_of(conversation.retain_until - now))
         return status
 
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        if self._running >= _MAX_ACTIONS:
-            raise Refused("LIMIT_EXCEEDED", f"{self._running} actions are already running, which is the maximum")
-        self._running += 1
+    @contextlib.asynccontextmanager
+    async def _permitted(self, tenant: str) -> AsyncIterator[None]:
+        """Waits until fewer than `_MAX_ACTIONS` actions of a tenant run. Raises `Refused`."""
+        if self._actions[tenant] >= _MAX_WAITING:
+            raise Refused("LIMIT_EXCEEDED", f"the tenant has {_MAX_WAITING} actions already, which is the maximum")
+        permits = self._permits.setdefault(tenant, asyncio.Semaphore(_MAX_ACTIONS))
+        self._actions[tenant] += 1
         try:
-            yield
+            async with permits:
+                yield
         finally:
-            self._running -= 1
+            self._actions[tenant] -= 1
+            if not self._actions[tenant]:
+                del self._actions[tenant], self._permits[tenant]
 
 
 def _sees_all() -> bool:

@@ -16,11 +16,15 @@ from ...tiers.types import EngineSession, HandoffDirection, HoldName, Owner, Pub
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
+from ..rpc.slice_scheduler import slices_of
 from ..runtime import TierRuntime
 from .admin_messages import duration_of
 from .long_calls import LongCalls
 
 __all__ = ["HandoffService"]
+
+_SLICE = 256
+"""Holds per slice of a renewal or release. A hold takes 2 to 4 µs."""
 
 
 class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
@@ -83,17 +87,24 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
     ) -> handoff_pb2.RenewHoldsResponse:
         session, now = self._sessions.get(request.session), self._runtime.now()
         extension = self._validator.extension(request.extension)
-        names = self._names(session, request.holds)
-        missing = [number for number, name in enumerate(names) if not self._handoffs.renew(name, now, extension)]
+        renewed: list[bool] = []
+        for part in slices_of(request.holds, _SLICE):
+            if len(part) < len(request.holds):
+                await self._long_calls.scheduler.turn(session)
+            renewed += [self._handoffs.renew(name, now, extension) for name in self._names(session, part)]
+        missing = [number for number, was_renewed in enumerate(renewed) if not was_renewed]
         return handoff_pb2.RenewHoldsResponse(missing_holds=missing)
 
     async def ReleaseHolds(
         self, request: handoff_pb2.ReleaseHoldsRequest, context: grpc.aio.ServicerContext
     ) -> handoff_pb2.ReleaseHoldsResponse:
         session, now = self._sessions.get(request.session, is_release=True), self._runtime.now()
-        for name in self._names(session, request.holds):
-            self._handoffs.release(name, now)
-        self._runtime.run_commands()
+        for part in slices_of(request.holds, _SLICE):
+            if len(part) < len(request.holds):
+                await self._long_calls.scheduler.turn(session)
+            for name in self._names(session, part):
+                self._handoffs.release(name, now)
+            self._runtime.run_commands()
         return handoff_pb2.ReleaseHoldsResponse()
 
     async def ReportNotClaimed(

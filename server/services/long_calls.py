@@ -43,11 +43,11 @@ _LEASE_COST = 16
 
 
 class LongCalls:
-    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry) -> None:
+    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, scheduler: SliceScheduler) -> None:
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
-        self.scheduler = self._scheduler = SliceScheduler(sessions)
+        self.scheduler = self._scheduler = scheduler
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def keys(self, session: EngineSession, validator: RequestValidator, keys: Sequence[bytes]) -> list[bytes]:
@@ -91,6 +91,7 @@ class LongCalls:
         while pending and (remaining := deadline - self._runtime.now()) > 0:
             waited = True
             change = self._runtime.next_change  # also of changes during the slices
+            await self._scheduler.turn(session)  # each change wakes all waiting flushes
             await self._drop_settled(session, pending, statuses)
             if pending:
                 await self._runtime.wait_for_change(remaining, change)

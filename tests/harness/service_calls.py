@@ -24,6 +24,7 @@ from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig,
 from kvtier.server.peers.sources import PeerSources
 from kvtier.server.refused import Refused
 from kvtier.server.rpc.request_checks import RequestValidator
+from kvtier.server.rpc.slice_scheduler import SliceScheduler
 from kvtier.server.rpc.writers import Writers
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.cache import CacheService
@@ -62,14 +63,14 @@ class Calls:
         self.registry: Any = SimpleNamespace(
             get=lambda _, **__: self.session,
             check=self._check,
-            others_heard_at=lambda _: 0.0,
+            tenant_of=lambda _: None,
             refuse_if_draining=lambda: None,
         )
         self.validator = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
 
         async def end_writers(_: int) -> None: ...
 
-        self.long_calls = LongCalls(runtime, self.registry)
+        self.long_calls = LongCalls(runtime, self.registry, SliceScheduler(self.registry))
         sources = no_sources(runtime, self.long_calls)
         self.service: Any = CacheService(runtime, self.registry, self.validator, end_writers, self.long_calls, sources)
 

@@ -17,6 +17,7 @@ from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1.cache_pb2 import PrepareStoreRequest
 from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
 from kvtier.server.rpc.request_checks import RequestValidator
+from kvtier.server.rpc.slice_scheduler import SliceScheduler
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.cache import CacheService
 from kvtier.server.services.long_calls import LongCalls
@@ -123,7 +124,7 @@ async def test_finished_jobs_are_processed_before_an_eviction(runtime: TierRunti
     session = store_beside_a_finished_job(runtime, tier)
     registry: Any = SimpleNamespace(refuse_if_draining=lambda: None, get=lambda _: session)
     validator = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
-    long_calls = LongCalls(runtime, registry)
+    long_calls = LongCalls(runtime, registry, SliceScheduler(registry))
     service = CacheService(runtime, registry, validator, pytest.fail, long_calls, no_sources(runtime, long_calls))
     answer = await service.PrepareStore(PrepareStoreRequest(keys=keys(200, 1)), SimpleNamespace())  # type: ignore[arg-type]
     assert answer.statuses == bytes([StoreStatus.GRANTED])

@@ -8,7 +8,7 @@ import errno
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -124,6 +124,10 @@ def test_a_waiting_call_delays_only_later_calls(session: RawSession, connection:
     assert len(cache_pb2.LookupResponse.FromString(answers[2][1]).statuses) == 1
 
 
+def directly(function: Callable[[Any], Any], argument: Any) -> Any:
+    return function(argument)
+
+
 @pytest.mark.parametrize("times", [0, 1, 2])
 def test_a_waiting_call_can_be_cancelled(times: int) -> None:
     """Its cleanup runs, also if the cancellation is immediate. Otherwise it continues as a task."""
@@ -141,13 +145,13 @@ def test_a_waiting_call_can_be_cancelled(times: int) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         waits = [loop.create_future() for _ in range(2)]
-        task = _run_eagerly(call(waits))
+        task = _run_eagerly(call(waits), directly)
         for number in range(times):
             waits[number].set_result(number)
             await async_wait_until(lambda: len(seen) > number)  # noqa: B023 - called here only
         task.cancel()
         await asyncio.wait([task])
-        assert _run_eagerly(call([])) is None
+        assert _run_eagerly(call([]), directly) is None
 
     asyncio.run(main())
     assert seen == ([0, 1] if times == 2 else [*range(times), "cancelled"])

@@ -137,7 +137,9 @@ async def test_a_failed_eviction_ends_with_an_error() -> None:
         now=lambda: 0.0,
         run_commands=lambda: None,
     )
-    service = AdminService(runtime, cast(Any, None), cast(Any, None), cast(Any, SimpleNamespace(ending=False)))
+    service = AdminService(
+        runtime, cast(Any, None), cast(Any, None), cast(Any, SimpleNamespace(ending=False)), cast(Any, None)
+    )
     steps = service.Evict(admin_pb2.EvictRequest(), cast(Any, None))
     assert not (await anext(steps)).done
     clearing.done, clearing.error = True, RuntimeError("a defect")

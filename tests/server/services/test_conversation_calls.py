@@ -10,13 +10,19 @@ from harness.service_calls import SPEC, Calls, serving, until
 from kvtier.protos.v1 import cache_pb2, conversation_pb2
 from kvtier.server.config.tenants import tenant_tag
 from kvtier.server.refused import Refused
-from kvtier.server.services.conversation_calls import _MAX_ACTIONS, ConversationService
+from kvtier.server.services.conversation_calls import _MAX_WAITING, ConversationService
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.types import NamespaceSpec
 
 MANY = 4096
 KEYS = [b"%06d" % number + bytes(4) for number in range(MANY)]
 OWN = NamespaceSpec(NamespaceId(tenant_tag("").ljust(32, b"n")), world_size=1, part_bytes=SPEC.part_bytes)
+
+
+@pytest.fixture(autouse=True)
+def one_slice_per_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of turns does not depend on the speed of the machine."""
+    monkeypatch.setattr("kvtier.server.rpc.slice_scheduler._TURN_SECONDS", 0.0)
 
 
 @asynccontextmanager
@@ -28,7 +34,7 @@ async def conversation() -> AsyncIterator[tuple[Calls, ConversationService]]:
         begin = cache_pb2.BeginRequestRequest(request_id="r", keys=KEYS, conversation_id="c")
         await calls.service.BeginRequest(begin, None)
         calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
-        yield calls, ConversationService(calls.runtime, calls.registry, calls.validator)
+        yield calls, ConversationService(calls.runtime, calls.registry, calls.validator, calls.long_calls.scheduler)
 
 
 def act(service: ConversationService, action: str) -> "asyncio.Task[conversation_pb2.ActOnConversationResponse]":
@@ -98,7 +104,7 @@ def test_too_many_actions_at_once_are_refused() -> None:
 
     async def scenario() -> None:
         async with conversation() as (_, service):
-            running = [act(service, "RETAIN") for _ in range(_MAX_ACTIONS)]
+            running = [act(service, "RETAIN") for _ in range(_MAX_WAITING)]
             await asyncio.sleep(0)
             with pytest.raises(Refused) as refused:
                 await act(service, "RELEASE")

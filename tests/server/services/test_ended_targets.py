@@ -141,7 +141,7 @@ async def test_an_eviction_ends_with_its_call(calls: Calls, lease: LeaseId, monk
     tasks: list[Any] = []
     evict = core.evict
     monkeypatch.setattr(core, "evict", lambda request: tasks.append(evict(request)) or tasks[-1])
-    service = AdminService(calls.runtime, UNUSED, UNUSED, SimpleNamespace(ending=False))  # type: ignore[arg-type]
+    service = AdminService(calls.runtime, UNUSED, UNUSED, SimpleNamespace(ending=False), UNUSED)  # type: ignore[arg-type]
     steps: Any = service.Evict(admin_pb2.EvictRequest(), UNUSED)
     assert not (await anext(steps)).done
     assert [task.done for task in tasks] == [False]

@@ -17,6 +17,7 @@ from kvtier.protos.v1 import handoff_pb2
 from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
 from kvtier.server.refused import Refused
 from kvtier.server.rpc.request_checks import RequestValidator
+from kvtier.server.rpc.slice_scheduler import SliceScheduler
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.handoff import HandoffService
 from kvtier.server.services.long_calls import LongCalls
@@ -39,11 +40,13 @@ class Engine:
         registry: Any = SimpleNamespace(
             get=lambda _, **__: self.session,
             check=lambda session: runtime.core.session(session.id),
-            others_heard_at=lambda _: 0.0,
+            tenant_of=lambda _: None,
             refuse_if_draining=self._refuse_if_draining,
         )
         validator = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
-        self._service: Any = HandoffService(runtime, registry, validator, LongCalls(runtime, registry))
+        self._service: Any = HandoffService(
+            runtime, registry, validator, LongCalls(runtime, registry, SliceScheduler(registry))
+        )
 
     def _refuse_if_draining(self) -> None:
         if self.draining:

@@ -12,6 +12,7 @@ from harness.polling import async_wait_until
 from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1 import admin_pb2
 from kvtier.server.rpc.sessions import SessionRegistry
+from kvtier.server.rpc.slice_scheduler import SliceScheduler
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.admin import AdminService
 from kvtier.tiers.base import NamespaceId
@@ -45,14 +46,15 @@ async def service() -> AsyncIterator[Any]:
             duration=60,
             now=runtime.now(),
         )
-    yield AdminService(runtime, SessionRegistry(runtime, 1), admin_pb2.GetStatusResponse, None)  # type: ignore[arg-type]
+    sessions = SessionRegistry(runtime, 1)
+    yield AdminService(runtime, sessions, admin_pb2.GetStatusResponse, None, SliceScheduler(sessions))  # type: ignore[arg-type]
     await runtime.close()
 
 
 @pytest.mark.parametrize("what", ["leases", "handoffs"])
 async def test_other_calls_run_during_a_listing(service: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A listing of 1,000 leases with 65,536 blocks each would stop the event loop for seconds."""
-    monkeypatch.setattr("kvtier.server.services.admin._TURN_SECONDS", -1.0)
+    monkeypatch.setattr("kvtier.server.rpc.slice_scheduler._TURN_SECONDS", -1.0)
     calls = {
         "leases": lambda: service.ListLeases(admin_pb2.ListLeasesRequest(), None),
         "handoffs": lambda: service.ListHandoffs(admin_pb2.ListHandoffsRequest(), None),

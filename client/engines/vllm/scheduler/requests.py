@@ -21,7 +21,9 @@ __all__ = ["RequestRegistration", "VllmBlockPool", "VllmRequest", "plain_params"
 # Maximum length of a request's name; `server_name` shortens longer ids. The server accepts 512.
 _MAX_ID_CHARACTERS = 256
 # The server does not get longer parameters: users choose them, and tiers need only small flags.
-_MAX_PARAMS_CHARACTERS = 64 << 10
+_MAX_PARAMS_CHARACTERS, _MAX_PARAM_CHARACTERS = 16 << 10, 1024
+"""Longest text of the parameters, which is the server's limit, and of each parameter. Tiers decide
+by flags. Lists of block ids, which other connectors use, have up to 60,000 characters."""
 _MAX_PRIORITY = (1 << 31) - 1
 
 
@@ -269,9 +271,12 @@ def server_name(request_id: str) -> str:
 
 
 def plain_params(params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Returns `params` if they are JSON and not too long, else None."""
+    """Returns the parameters that are not too long; None if they are not JSON or too many."""
     try:
-        text = json.dumps(params)
-    except (TypeError, ValueError, RecursionError):
+        short = {
+            name: value for name, value in (params or {}).items() if len(json.dumps(value)) <= _MAX_PARAM_CHARACTERS
+        }
+        text = json.dumps(short, allow_nan=False)
+    except (TypeError, ValueError, RecursionError, AttributeError):
         return None
-    return params if len(text) <= _MAX_PARAMS_CHARACTERS else None
+    return short if len(text) <= _MAX_PARAMS_CHARACTERS else None
