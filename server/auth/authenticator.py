@@ -25,8 +25,6 @@ _log = get_logger(__name__)
 
 _BEARER = "bearer "
 _MAX_TOKEN_CHARACTERS = 512
-_STRANGERS = "\0"
-"""Stands for the tenant of callers without valid credentials. No tenant has this name."""
 
 
 def peer_credentials(context: grpc.ServicerContext) -> tuple[str | None, list[str], bool]:

@@ -13,6 +13,7 @@ from . import inspect as inside
 from .actors import HOLD_SECONDS, Actors
 from .ledger import LeaseRecord
 from .model import REQUESTS, Invariant, label
+from .tier_settings import tenant_of
 
 __all__ = ["Readers"]
 
@@ -184,8 +185,10 @@ class Readers(Actors):
         if record is None or stranger is None:
             return
         core, lease_id, later = self.world.core, record.lease.id, self.world.now + 1000
-        self.world.refused(errors.NotOwner, lambda: core.release(stranger, lease_id))
-        self.world.refused(errors.NotOwner, lambda: core.renew(stranger, lease_id, later))
+        same_tenant = tenant_of(stranger.namespace.id) == tenant_of(record.client.session.namespace.id)
+        refusal = errors.NotOwner if same_tenant else errors.LeaseNotFound
+        self.world.refused(refusal, lambda: core.release(stranger, lease_id))
+        self.world.refused(refusal, lambda: core.renew(stranger, lease_id, later))
         self.world.saw("strangers' leases released")
 
     def renew(self) -> None:
