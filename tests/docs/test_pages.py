@@ -136,3 +136,12 @@ def test_toml_block_is_a_valid_configuration(tmp_path: Path, block: Block) -> No
 @pytest.mark.parametrize("block", _of("json"), ids=str)
 def test_json_block_parses(block: Block) -> None:
     json.loads(block.text)
+
+
+def test_the_tests_of_the_threats_exist() -> None:
+    """Each test that the table of threats names is a test or a class of `tests/hostile`."""
+    named = re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / "docs/security.md").read_text())
+    assert named
+    for file, name in named:
+        text = (ROOT / "tests/hostile" / file).read_text()
+        assert re.search(rf"^(async def|def|class) {name}\b", text, re.MULTILINE), f"{file}::{name}"
