@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from kvtier.cuda.host.socket_io import Connection
 from kvtier.protos.v1 import transfer_pb2
 from kvtier.protos.wire import socket_frames as frames
 from kvtier.server.bulk import broker_client
-from kvtier.server.bulk.broker_client import BrokerClient, Stream
+from kvtier.server.bulk.broker_client import BrokerClient, PushedStore, Stream
 from kvtier.server.bulk.messages import (
     Accepted,
     Begin,
@@ -106,6 +107,32 @@ def test_a_refused_stream_detaches_once(server: Server, broker: BrokerClient) ->
     with stream.touching:
         pass
     assert server.sent == [Detached(stream.number)]
+
+
+def test_a_refused_stream_reports_its_last_progress(server: Server, broker: BrokerClient) -> None:
+    """The frame that is complete when the refusal arrives counts."""
+    stream = stream_of(broker)
+    with stream.touching:
+        broker._take(Refusal(stream.number, "STORE_NOT_FOUND", "ended"))
+        stream.moved(0, 4)
+    assert server.sent == [Detached(stream.number, 4, [0, 4])]
+
+
+def test_two_streams_do_not_write_to_the_same_bytes(broker: BrokerClient) -> None:
+    """The later one ends the earlier one, and waits for the end of its frame."""
+    store, first, second, third = PushedStore(), *(stream_of(broker) for _ in range(3))
+    aborted, gaps = threading.Event(), list[tuple[int, int]]()
+    first.abort = aborted.set
+    assert store.begin_frame(first, 0, 4) == [(0, 4)]
+    assert store.begin_frame(third, 6, 8) == [(6, 8)]
+    assert not aborted.is_set()
+    waiting = threading.Thread(target=lambda: gaps.extend(store.begin_frame(second, 2, 6)))
+    waiting.start()
+    assert aborted.wait(60)
+    assert not gaps
+    store.end_frame(first, arrived=True)
+    waiting.join(60)
+    assert gaps == [(4, 6)]
 
 
 @pytest.mark.parametrize("ended", [False, True])
