@@ -37,6 +37,8 @@ TIMEOUT = 60.0
 MARK = b"\xabvictim's secret"
 SECRET = np.frombuffer(MARK * (PART // len(MARK)), np.uint8)
 SALTS = itertools.count()
+FREED_SECONDS = 20.0
+"""The slots of an ended lease must be free by then. A stream that is only slow ends after 30 s."""
 ATTACKER = namespace_of(PART, tenant="acme", model="attack")
 
 
@@ -62,7 +64,7 @@ class Place:
                 statuses = client.store(keys, [SECRET] * len(keys))
                 return set(statuses) <= {StoreStatus.GRANTED, StoreStatus.PRESENT}
 
-            wait_until(filled)
+            wait_until(filled, FREED_SECONDS)
         return keys
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -159,3 +160,26 @@ def test_a_push_writes_nothing_to_an_ended_store(server: Server, broker: BrokerC
         else:
             assert streams._push(Connection(ours), stream, request)
     assert bytes(region.memory) == (bytes(4) if ended else b"data")
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_pull_reads_nothing_of_an_ended_lease(server: Server, broker: BrokerClient, *, ended: bool) -> None:
+    """The refusal arrives between the grant and the first frame."""
+    stream = stream_of(broker)
+    region: Any = SimpleNamespace(memory=memoryview(b"data"))
+    unused: Any = None
+    streams = StreamServer(broker, region, LimitConfig(), unused)
+
+    def answer(begin: Begin) -> None:
+        broker._take(Granted(begin.stream, [0], [4]))
+        if ended:
+            broker._take(Refusal(begin.stream, "LEASE_NOT_FOUND", "the lease has ended"))
+
+    server.answer = answer
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        request = transfer_pb2.PullRequest(lease_id=1, items=[0]).SerializeToString()
+        with pytest.raises(Refused, match="the lease has ended") if ended else contextlib.nullcontext():
+            streams._pull(Connection(ours), stream, request)
+        ours.shutdown(socket.SHUT_WR)
+        assert (b"data" in theirs.recv(1024)) is not ended
