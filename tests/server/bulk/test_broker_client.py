@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -110,6 +112,21 @@ def test_a_refused_stream_detaches_once(server: Server, broker: BrokerClient) ->
     assert server.sent == [Detached(stream.number)]
 
 
+def test_an_ended_stream_keeps_no_memory(broker: BrokerClient) -> None:
+    """The slots of a long stream take megabytes, and the garbage collector runs seldom."""
+    stream = stream_of(broker)
+    with stream.touching:
+        stream.moved(0, 4)
+    broker.close(stream)
+    kept = weakref.ref(stream)
+    gc.disable()
+    try:
+        del stream
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
 def test_a_refused_stream_reports_its_last_progress(server: Server, broker: BrokerClient) -> None:
     """The frame that is complete when the refusal arrives counts."""
     stream = stream_of(broker)
@@ -134,6 +151,25 @@ def test_two_streams_do_not_write_to_the_same_bytes(broker: BrokerClient) -> Non
     store.end_frame(first, arrived=True)
     waiting.join(60)
     assert gaps == [(4, 6)]
+
+
+def test_bytes_of_a_stream_that_ends_meanwhile_are_not_overwritten(server: Server, broker: BrokerClient) -> None:
+    """It ends between the grant and the begin of another stream of the store."""
+    streams = [stream_of(broker)]
+    server.answer = lambda begin: broker._take(Granted(begin.stream, [0], [4]))
+    streams[0].begin(1)
+
+    def answer(begin: Begin) -> None:
+        broker._take(Granted(begin.stream, [0], [4]))
+        ending = streams.pop()
+        ending.store.begin_frame(ending, 0, 2)
+        ending.store.end_frame(ending, arrived=True)
+        broker.close(ending)
+
+    server.answer = answer
+    later = stream_of(broker)
+    later.begin(1)
+    assert later.store.begin_frame(later, 0, 4) == [(2, 4)]
 
 
 @pytest.mark.parametrize("ended", [False, True])
