@@ -213,7 +213,8 @@ def test_an_unread_pull_over_grpc_shows_no_other_block(place: Place) -> None:
     keys = place.store()
     with place.reader_session() as session:
         lease_id = lease_of(session, keys)
-        request = transfer_pb2.PullRequest(session=session.ref, lease_id=lease_id, items=range(COUNT))
+        items = [*range(COUNT)] * 16  # more than gRPC keeps for a client that does not read
+        request = transfer_pb2.PullRequest(session=session.ref, lease_id=lease_id, items=items)
         pulled = session.pull(request, timeout=TIMEOUT)
         data = [next(pulled)]
         release(session, lease_id)
