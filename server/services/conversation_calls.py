@@ -59,8 +59,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         self._sessions = sessions
         self._validator = validator
         self._tiers = [tier.name for tier in runtime.core.stats().tiers]
-        self._running: Counter[str] = Counter()
-        """Number of running actions per tenant."""
+        self._running = 0
 
     async def ListConversations(
         self, request: conversation_pb2.ListConversationsRequest, context: grpc.aio.ServicerContext
@@ -100,7 +99,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         seconds = self._validator.retention(request.retain_for)
         if request.action == _RETAIN and not request.HasField("retain_for"):
             raise Refused("INVALID_ARGUMENT", "retain_for is missing")
-        with self._counted(_tenant(request.tenant)):
+        with self._counted():
             if request.conversation_id:
                 counts = await self._act(request, seconds)
             else:
@@ -264,17 +263,14 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         return status
 
     @contextlib.contextmanager
-    def _counted(self, tenant: str) -> Iterator[None]:
-        """Counts an action while it runs. A tenant gets as many as are then free for others."""
-        if self._running[tenant] >= _MAX_ACTIONS - self._running.total():
-            raise Refused("LIMIT_EXCEEDED", "the tenant or the server has too many actions that are running")
-        self._running[tenant] += 1
+    def _counted(self) -> Iterator[None]:
+        if self._running >= _MAX_ACTIONS:
+            raise Refused("LIMIT_EXCEEDED", f"{self._running} actions are already running, which is the maximum")
+        self._running += 1
         try:
             yield
         finally:
-            self._running[tenant] -= 1
-            if not self._running[tenant]:
-                del self._running[tenant]
+            self._running -= 1
 
 
 def _sees_all() -> bool:
