@@ -84,10 +84,10 @@ class BulkProcess:
             answers = self._answers
             self._send(Ping())
             try:
-                # Not `gather`: a cancelled call would leave an exception that nothing retrieves. Not
-                # `asyncio.timeout`: a call over a socket may run outside of a task.
+                # Not `gather`: a cancelled call would leave an exception that nothing retrieves.
+                # Not `asyncio.timeout`: a call over a socket may run outside of a task.
                 await asyncio.wait_for(_wait_for_all(events), _ROUND_SECONDS)
-                stuck_at = loop.time() + _DETACH_SECONDS  # a client may begin streams again and again
+                stuck_at = loop.time() + _DETACH_SECONDS  # of streams that begin meanwhile
             except TimeoutError:
                 silent = silent + 1 if self._answers == answers else 0
                 if silent >= _SILENT_ROUNDS or loop.time() >= stuck_at:
