@@ -65,16 +65,15 @@ class _Access:
     """Access of a stream to the region. A refused stream detaches at its end."""
 
     def __init__(self, stream: Stream) -> None:
-        self.is_active = False
         self._stream = stream
 
     def __enter__(self) -> None:
         with self._stream.changed:
-            self.is_active = True
+            self._stream.is_active = True
 
     def __exit__(self, *_: object) -> None:
         with self._stream.changed:
-            self.is_active = False
+            self._stream.is_active = False
         self._stream.detach_if_refused()
 
 
@@ -143,8 +142,8 @@ class Stream:
         self._caller = caller
         self.slots: Sequence[int] = ()
         self.sizes: Sequence[int] = ()
-        self.touching = _Access(self)
-        """Entered while the stream accesses the region."""
+        self.is_active = False
+        """Whether the stream accesses the region."""
         self.changed = threading.Condition()
         self._broker = broker
         self._answer: Granted | Accepted | Committed | None = None
@@ -156,6 +155,11 @@ class Stream:
         """Start and end of each range of a Push that the server does not know."""
         self._unreported = 0
         self._began_at = self._reported_at = time.monotonic()
+
+    @property
+    def touching(self) -> _Access:
+        """Context in which the stream accesses the region."""
+        return _Access(self)  # not kept: a cycle would keep the slots of long streams in memory
 
     def is_too_slow(self, now: float) -> bool:
         bytes_due = min(self.received, sum(self.sizes))
@@ -175,13 +179,15 @@ class Stream:
 
     def begin(self, target: int, items: Sequence[int] | None = None) -> None:
         """Requests the slots of a store, or of the `items` of a lease. Raises `Refused`."""
+        # Before the message: the answer lacks what other streams, which may end now, report later.
+        store = self._broker.pushed_store(target) if items is None else self.store
         self._broker.send(Begin(self.number, self._caller, items is None, target, list(items or ())))
         answer = self._wait()
         if isinstance(answer, Granted):
             self.slots, self.sizes = answer.slots, answer.sizes
             if items is None:
-                self.store = self._broker.pushed_store(target)
-                self.store.add(answer.received, len(answer.sizes))
+                store.add(answer.received, len(answer.sizes))
+                self.store = store
 
     def moved(self, start: int, nbytes: int) -> None:
         """Records a transferred frame, and reports progress to the server when a report is due.
@@ -222,7 +228,7 @@ class Stream:
                 self._answer = message
             self.changed.notify()
         if isinstance(message, Refusal):
-            if self.touching.is_active:
+            if self.is_active:
                 self.abort()  # the stream's thread then leaves `touching`, and detaches
             else:
                 self.detach_if_refused()
@@ -230,7 +236,7 @@ class Stream:
     def detach_if_refused(self) -> None:
         """Reports once that a refused stream does not access the region any more."""
         with self.changed:
-            if self._refusal is None or self._has_detached or self.touching.is_active:
+            if self._refusal is None or self._has_detached or self.is_active:
                 return
             self._has_detached = True
             detached = Detached(self.number, *self._take_progress())

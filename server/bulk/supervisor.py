@@ -87,6 +87,7 @@ class BulkProcess:
                 # Not `gather`: a cancelled call would leave an exception that nothing retrieves.
                 # Not `asyncio.timeout`: a call over a socket may run outside of a task.
                 await asyncio.wait_for(_wait_for_all(events), _ROUND_SECONDS)
+                stuck_at = loop.time() + _DETACH_SECONDS  # of streams that begin meanwhile
             except TimeoutError:
                 silent = silent + 1 if self._answers == answers else 0
                 if silent >= _SILENT_ROUNDS or loop.time() >= stuck_at:

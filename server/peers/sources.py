@@ -177,7 +177,14 @@ class PeerSources:
                 return await self._search(session, address, keys, tiers, until, prefix=prefix)
         except (Refused, CoreError):  # the session has ended, or the arguments are wrong
             raise
+        except asyncio.CancelledError:
+            self._breakers[address].undecided()
+            raise
         except Exception as error:  # noqa: BLE001 - the lookup of the call must not fail
+            if seconds < self._deadline_seconds and asyncio.get_running_loop().time() >= until:
+                # The limit of the caller: it must not make the source unreachable for others.
+                self._breakers[address].undecided()
+                return Located(_UNREACHABLE)
             return Located(self._failed(address, error))
         finally:
             self._searches[address] -= 1

@@ -207,9 +207,11 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         return cache_pb2.CompleteStoreResponse(failed_items=unreceived)
 
     async def _end_streams(self, session: EngineSession, store_id: StoreId) -> None:
-        with contextlib.suppress(StoreNotFound):
-            # If another engine owns the store, this raises and the store's streams continue.
-            self._core.store(session, store_id)
+        try:
+            self._core.store(session, store_id)  # raises NotOwner: the streams of others continue
+        except StoreNotFound:
+            if not self._core.store_handler.table.is_quarantined(store_id, session.engine):
+                return  # such as a store of another tenant
         await self._end_writers(store_id)
         self._sessions.check(session)
 

@@ -10,8 +10,9 @@ from typing import Any
 import grpc
 import pytest
 from cryptography import x509
+from google.protobuf.duration_pb2 import Duration
 from harness.auth_site import KEYS, PART, Site, make_site
-from harness.bulk import tls_route
+from harness.bulk import data_frame, locate, prepare, push_call, tls_route
 from harness.certificates import Pair
 from harness.payloads import key_of, namespace_of, payload
 from harness.polling import wait_until
@@ -19,9 +20,17 @@ from harness.raw import RawSession, refusal_of
 
 from kvtier.client import ConversationAction, ConversationClient, InvalidRequest, KVTierError
 from kvtier.client.session.socket_calls import SocketTarget
-from kvtier.protos.v1 import cache_pb2, conversation_pb2, conversation_pb2_grpc, events_pb2, events_pb2_grpc
+from kvtier.protos.v1 import (
+    cache_pb2,
+    conversation_pb2,
+    conversation_pb2_grpc,
+    events_pb2,
+    events_pb2_grpc,
+    handoff_pb2,
+    transfer_pb2,
+)
 from kvtier.protos.wire.packed_keys import unpack_keys
-from kvtier.protos.wire.socket_frames import Purpose
+from kvtier.protos.wire.socket_frames import END, Purpose
 
 DELETE = ConversationAction.DELETE
 
@@ -194,6 +203,49 @@ class TestIds:
             zeta.cache.PrepareLoad(
                 cache_pb2.PrepareLoadRequest(session=zeta.ref, lease_id=lease, items=[0]), timeout=60
             )
+
+    @pytest.mark.parametrize("way", ["grpc", "calls"])
+    def test_streams_of_another_tenant_continue(self, site: Site, way: str) -> None:
+        """CompleteStore ends the streams of a store, but only of an own one."""
+        zeta_route = tls_route(site, "zeta-engine")
+        with session_of(site, "zeta-engine") as zeta, session_of(site, "acme-far") as acme:
+            keys = [key_of(number, salt=f"streams {way}") for number in range(2)]
+            store, data = prepare(zeta, keys), b"".join(payload(key, PART).tobytes() for key in keys)
+            frame = data_frame(data, 0, 0)
+            request = cache_pb2.CompleteStoreRequest(session=acme.ref, store_id=store)
+            with zeta_route.open(zeta) as stream:
+                stream.send(push_call(store))
+                wait_until(lambda: stream.send(data_frame(data[:4096], 0, 0)) or locate(zeta, store).received_bytes)
+                stream.send(frame[: PART // 2])
+                if way == "grpc":
+                    with pytest.raises(grpc.RpcError) as error:
+                        acme.cache.CompleteStore(request, timeout=60)
+                    assert refusal_of(error.value) == ("NOT_FOUND", "STORE_NOT_FOUND")
+                else:
+                    with tls_route(site).open(acme, Purpose.CALLS) as connection:
+                        connection.send_call("CacheService/CompleteStore", request)
+                        assert connection.refusal() == ("NOT_FOUND", "STORE_NOT_FOUND")
+                stream.send(frame[PART // 2 :], END)
+                code, message = stream.answer()
+                assert code == 0
+                assert transfer_pb2.PushResponse.FromString(message).received_bytes > len(data)
+
+    def test_holds_of_another_tenant_do_not_exist(self, site: Site) -> None:
+        """A claim waits for the hold of its tenant, if another tenant holds the same request."""
+        with session_of(site, "acme-far") as acme, session_of(site, "zeta-engine") as zeta:
+            for session in (acme, zeta):
+                if session is zeta:
+                    hold = handoff_pb2.HoldRef(engine_id="e", request_id="same")
+                    request = handoff_pb2.ClaimHoldRequest(session=zeta.ref, hold=hold, wait=Duration(seconds=30))
+                    claim = zeta.handoff.ClaimHold.future(request, timeout=60)
+                    for _ in range(20):  # the claim arrives before
+                        zeta.cache.Lookup(cache_pb2.LookupRequest(session=zeta.ref, keys=KEYS), timeout=60)
+                published = handoff_pb2.PublishHoldRequest(
+                    session=session.ref, request_id="same", duration=Duration(seconds=600)
+                )
+                answer = session.handoff.PublishHold(published, timeout=60)
+                assert answer.status == handoff_pb2.PUBLISH_STATUS_PUBLISHED
+            assert claim.result(timeout=60).num_tokens == 0
 
     def test_a_session_of_another_tenant_does_not_exist(self, site: Site) -> None:
         """Not even its id, 128 secret bits, is confirmed; the audit log has the attempt."""

@@ -37,6 +37,8 @@ TIMEOUT = 60.0
 MARK = b"\xabvictim's secret"
 SECRET = np.frombuffer(MARK * (PART // len(MARK)), np.uint8)
 SALTS = itertools.count()
+FREED_SECONDS = 20.0
+"""The slots of an ended lease must be free by then. A stream that is only slow ends after 30 s."""
 ATTACKER = namespace_of(PART, tenant="acme", model="attack")
 
 
@@ -62,7 +64,7 @@ class Place:
                 statuses = client.store(keys, [SECRET] * len(keys))
                 return set(statuses) <= {StoreStatus.GRANTED, StoreStatus.PRESENT}
 
-            wait_until(filled)
+            wait_until(filled, FREED_SECONDS)
         return keys
 
     @property
@@ -211,7 +213,8 @@ def test_an_unread_pull_over_grpc_shows_no_other_block(place: Place) -> None:
     keys = place.store()
     with place.reader_session() as session:
         lease_id = lease_of(session, keys)
-        request = transfer_pb2.PullRequest(session=session.ref, lease_id=lease_id, items=range(COUNT))
+        items = [*range(COUNT)] * 16  # more than gRPC keeps for a client that does not read
+        request = transfer_pb2.PullRequest(session=session.ref, lease_id=lease_id, items=items)
         pulled = session.pull(request, timeout=TIMEOUT)
         data = [next(pulled)]
         release(session, lease_id)

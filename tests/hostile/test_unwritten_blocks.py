@@ -248,6 +248,26 @@ def test_a_failed_push_continues_over_grpc(place: Place) -> None:
     assert leaked(place.read(keys)) == 0
 
 
+def test_a_stream_does_not_continue_beside_a_push_over_grpc(place: Place) -> None:
+    """The rest of its frame, with a wrong checksum, would overwrite the bytes of the other push."""
+    if place.name == "grpc":
+        pytest.skip("gRPC is the other way")
+    store_id, keys = place.prepare()
+    data = content(keys)
+    with place.route.open(place.session) as connection:
+        whole = place.frame(0, bytes(len(data)), 1)
+        connection.send(push_call(store_id), whole[: len(whole) // 2])
+        frame = encode_push_frame(
+            0, xxhash.xxh3_64_intdigest(data), [data], session=place.session.ref, store_id=store_id
+        )
+        assert place.session.push(iter([frame]), timeout=TIMEOUT).received_bytes == len(data)
+        with contextlib.suppress(OSError, EOFError):
+            connection.send(whole[len(whole) // 2 :])
+            connection.answer()
+        assert place.complete(store_id) == []
+    assert place.read(keys) == {key: data[n * PART : (n + 1) * PART] for n, key in enumerate(keys)}
+
+
 def test_a_killed_bulk_process_stores_nothing_more(place: Place) -> None:
     """Only bytes that it had reported count: the end of the process tells nothing of the rest."""
     if place.name == "grpc":

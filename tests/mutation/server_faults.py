@@ -301,8 +301,8 @@ SERVER_FAULTS = (
     Fault(
         "a broken token file removes all tokens",
         "server/auth/authenticator.py",
-        "        except TokensError as error:\n            _log.error(",
-        "        except TokensError as error:\n            self._token_file = None\n            _log.error(",
+        "        except TokensError as error:\n",
+        "        except TokensError as error:\n            self._token_file = None\n",
     ),
     Fault(
         "each refusal is a line of the audit log",

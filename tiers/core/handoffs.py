@@ -23,6 +23,7 @@ from ..types import (
     HoldName,
     Owner,
     PublishStatus,
+    tenant_of,
 )
 from .block import Block
 from .claims import ClaimHandler
@@ -50,8 +51,8 @@ _UNPIN_SLICE = 512
 """Pins of ended holds that one slice removes, at 0.5 µs per pin, or 3 µs if it drops the block."""
 
 _REMEMBERED = 4096
-"""The core remembers this many ended and refused holds. A claim of one of them fails at once,
-and does not wait for a publication."""
+"""The core remembers this many ended and refused holds, and forgets first those of the tenant with
+most. A claim of one of them fails at once, and does not wait for a publication."""
 
 
 class HandoffHandler:
@@ -82,7 +83,8 @@ class HandoffHandler:
         self._table = HoldTable(unpin=self._unpin_held)
         self._pins: dict[Block, int] = {}
         self._budgets = _budgets(list(cpu_tier.queues.shares), region_bytes, settings.held_part)
-        self._ended: dict[HoldName, HoldEnd | PublishStatus] = {}
+        self._ended: dict[bytes, dict[HoldName, HoldEnd | PublishStatus]] = {}
+        """Ended and refused holds per tenant, oldest first."""
         self._stats = {direction: HandoffStats() for direction in HandoffDirection}
         self.claims = ClaimHandler(cpu_tier=cpu_tier, lookups=lookups, log=log, stats=self._stats)
 
@@ -218,7 +220,7 @@ class HandoffHandler:
             awaited=1,  # until the last slice
         )
         self._table.add(hold)
-        self._ended.pop(name, None)
+        self._forget_end(name)
         self._stats[direction].published += 1
         return True
 
@@ -247,7 +249,7 @@ class HandoffHandler:
         Raises HoldExpired if the hold has expired or will expire within `EXPIRY_MARGIN_SECONDS`.
         """
         hold = self._table.get(name)
-        if self._ended.get(name) is HoldEnd.EXPIRED or (
+        if self._end_of(name) is HoldEnd.EXPIRED or (
             hold is not None and hold.expires_at - EXPIRY_MARGIN_SECONDS <= now
         ):
             raise HoldExpired(
@@ -269,7 +271,7 @@ class HandoffHandler:
 
     def may_come(self, name: HoldName) -> bool:
         """Returns False if a hold was refused or ended, or another namespace holds the request."""
-        return name not in self._ended and not self._table.is_in_other_namespace(name)
+        return self._end_of(name) is None and not self._table.is_in_other_namespace(name)
 
     def begin_claim(
         self, session: EngineSession, name: HoldName, *, first_positions: Sequence[int], request_id: str, now: float
@@ -387,9 +389,20 @@ class HandoffHandler:
 
     def _remember_end(self, name: HoldName, why: HoldEnd | PublishStatus) -> None:
         # `setdefault`: an expired hold stays expired, even if a publication of its name is refused.
-        self._ended.setdefault(name, why)
-        while len(self._ended) > _REMEMBERED:
-            del self._ended[next(iter(self._ended))]
+        self._ended.setdefault(tenant_of(name[0]), {}).setdefault(name, why)
+        while sum(map(len, self._ended.values())) > _REMEMBERED:
+            most = max(self._ended.values(), key=len)
+            self._forget_end(next(iter(most)))
+
+    def _forget_end(self, name: HoldName) -> None:
+        tenant = tenant_of(name[0])
+        ended = self._ended.get(tenant, {})
+        if ended.pop(name, None) is not None and not ended:
+            del self._ended[tenant]
+
+    def _end_of(self, name: HoldName) -> HoldEnd | PublishStatus | None:
+        """Returns how a hold has ended, or why it was refused; None if the core does not know."""
+        return self._ended.get(tenant_of(name[0]), {}).get(name)
 
     def _unpin_held(self, blocks: Sequence[Block]) -> None:
         """Removes a hold's pins, in slices. A hold-only block is dropped with its last pin."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ..eviction.quotas import RetentionBudget
 from ..stats.request_log import HoldRecord, LookupRecord
-from ..types import EngineKey, EngineSession, HandoffDirection, HoldName, Owner, PublishStatus
+from ..types import EngineKey, EngineSession, HandoffDirection, HoldName, Owner, PublishStatus, tenant_of
 from .block import Block
 from .leases import BlockLease
 
@@ -124,8 +124,8 @@ class HoldTable:
         self._holds: dict[HoldName, Hold] = {}
         self._waiting: dict[Block, dict[Hold, list[int]]] = {}
         """Per pending block the holds that contain it, with the item numbers of the block."""
-        self._per_name: dict[tuple[str, str], int] = defaultdict(int)
-        """Number of holds per engine id and request id, over all namespaces."""
+        self._per_name: dict[tuple[bytes, str, str], int] = defaultdict(int)
+        """Number of holds per tenant, engine id and request id, over the tenant's namespaces."""
         self._per_tenant: dict[str, int] = defaultdict(int)
         self._items: dict[str, int] = defaultdict(int)
 
@@ -139,7 +139,8 @@ class HoldTable:
         return self._holds.get(name)
 
     def is_in_other_namespace(self, name: HoldName) -> bool:
-        return name not in self._holds and name[1:] in self._per_name
+        """Returns whether only another namespace of the same tenant has such a hold."""
+        return name not in self._holds and _in_tenant(name) in self._per_name
 
     def count(self, tenant: str) -> int:
         return self._per_tenant.get(tenant, 0)
@@ -150,7 +151,7 @@ class HoldTable:
     def add(self, hold: Hold) -> None:
         """Adds a hold, which owns the pins of its blocks. `wait_for` must follow for all items."""
         self._holds[hold.name] = hold
-        self._per_name[hold.name[1:]] += 1
+        self._per_name[_in_tenant(hold.name)] += 1
         self._per_tenant[hold.tenant] += 1
         self._items[hold.tenant] += len(hold.keys)
 
@@ -172,9 +173,10 @@ class HoldTable:
     def remove(self, hold: Hold) -> None:
         """Removes a hold; the caller must remove the pins of the hold."""
         del self._holds[hold.name]
-        self._per_name[hold.name[1:]] -= 1
-        if not self._per_name[hold.name[1:]]:
-            del self._per_name[hold.name[1:]]
+        name = _in_tenant(hold.name)
+        self._per_name[name] -= 1
+        if not self._per_name[name]:
+            del self._per_name[name]
         self._per_tenant[hold.tenant] -= 1
         self._items[hold.tenant] -= len(hold.keys)
         if not self._per_tenant[hold.tenant]:
@@ -225,3 +227,8 @@ class HoldTable:
         for item in items:
             hold.items[item] = None
         self._unpin(lost)
+
+
+def _in_tenant(name: HoldName) -> tuple[bytes, str, str]:
+    namespace, engine_id, request_id = name
+    return tenant_of(namespace), engine_id, request_id

@@ -169,10 +169,14 @@ class InFlightStores:
             entry.writers.discard(writer)
             self._lift_if_free(store_id)
 
-    def writer_done(self, store_id: StoreId, engine: EngineKey) -> None:
+    def is_quarantined(self, store_id: StoreId, engine: EngineKey) -> bool:
+        """Returns whether an ended store of this engine still has slots out of use."""
         entry = self._quarantine.get(store_id)
-        if entry is not None and entry.engine == engine:
-            entry.writers.clear()
+        return entry is not None and entry.engine == engine
+
+    def writer_done(self, store_id: StoreId, engine: EngineKey) -> None:
+        if self.is_quarantined(store_id, engine):
+            self._quarantine[store_id].writers.clear()
             self._lift_if_free(store_id)
 
     def __iter__(self) -> Iterator[Store]:

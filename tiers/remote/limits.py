@@ -78,7 +78,7 @@ class CircuitBreaker:
         return self._failures >= FAILURES
 
     def permits(self) -> bool:
-        """Returns whether a call may be made. The caller must then report its result."""
+        """Returns whether a call may be made. The caller must then report how it ended."""
         with self._lock:
             if not self.is_open:
                 return True
@@ -96,6 +96,13 @@ class CircuitBreaker:
             self._failures += 1
             self.reason = reason
             self._probe_at = self._clock() + self._pause()
+
+    def undecided(self) -> None:
+        """Called if a call was given up so early that it shows nothing: permits another probe."""
+        with self._lock:
+            if self.is_open and self._probes:
+                self._probes -= 1
+                self._probe_at = self._clock()
 
     def _pause(self) -> float:
         return min(PROBE_SECONDS * 2.0 ** min(self._probes, 10), MAX_PROBE_SECONDS)

@@ -11,7 +11,7 @@ from harness.payloads import key_of
 from harness.service_calls import PART, Calls, broker_of, serving
 
 from kvtier.server.bulk.broker import BulkBroker
-from kvtier.server.bulk.messages import Begin, Caller, Committed, End, Granted, Refusal, ToChild
+from kvtier.server.bulk.messages import Begin, Caller, Committed, Detached, End, Granted, Refusal, ToChild
 from kvtier.tiers.types import LeaseId
 
 KEYS = [key_of(number) for number in range(4)]
@@ -83,3 +83,12 @@ async def test_the_end_of_a_session_ends_only_its_streams(site: Site) -> None:
     site.begin(2, site.calls.store(OTHERS), push=True, session=b"other")
     site.broker.end_streams_of_session(b"ended")
     assert [(type(message), message.stream) for message in site.sent] == [(Refusal, 1)]  # type: ignore[union-attr]
+
+
+async def test_the_last_progress_of_a_refused_stream_counts(site: Site) -> None:
+    """Another stream of the same client goes on behind it."""
+    store = site.calls.store(KEYS)
+    site.begin(1, store, push=True)
+    site.broker.end_streams_of_store(store)
+    site.broker.handle(Detached(1, PART, [0, PART]))
+    assert list(site.calls.runtime.core.store(site.calls.session, store).received) == [(0, PART)]

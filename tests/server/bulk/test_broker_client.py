@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import socket
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +18,7 @@ from kvtier.cuda.host.socket_io import Connection
 from kvtier.protos.v1 import transfer_pb2
 from kvtier.protos.wire import socket_frames as frames
 from kvtier.server.bulk import broker_client
-from kvtier.server.bulk.broker_client import BrokerClient, Stream
+from kvtier.server.bulk.broker_client import BrokerClient, PushedStore, Stream
 from kvtier.server.bulk.messages import (
     Accepted,
     Begin,
@@ -108,6 +112,66 @@ def test_a_refused_stream_detaches_once(server: Server, broker: BrokerClient) ->
     assert server.sent == [Detached(stream.number)]
 
 
+def test_an_ended_stream_keeps_no_memory(broker: BrokerClient) -> None:
+    """The slots of a long stream take megabytes, and the garbage collector runs seldom."""
+    stream = stream_of(broker)
+    with stream.touching:
+        stream.moved(0, 4)
+    broker.close(stream)
+    kept = weakref.ref(stream)
+    gc.disable()
+    try:
+        del stream
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_a_refused_stream_reports_its_last_progress(server: Server, broker: BrokerClient) -> None:
+    """The frame that is complete when the refusal arrives counts."""
+    stream = stream_of(broker)
+    with stream.touching:
+        broker._take(Refusal(stream.number, "STORE_NOT_FOUND", "ended"))
+        stream.moved(0, 4)
+    assert server.sent == [Detached(stream.number, 4, [0, 4])]
+
+
+def test_two_streams_do_not_write_to_the_same_bytes(broker: BrokerClient) -> None:
+    """The later one ends the earlier one, and waits for the end of its frame."""
+    store, first, second, third = PushedStore(), *(stream_of(broker) for _ in range(3))
+    aborted, gaps = threading.Event(), list[tuple[int, int]]()
+    first.abort = aborted.set
+    assert store.begin_frame(first, 0, 4) == [(0, 4)]
+    assert store.begin_frame(third, 6, 8) == [(6, 8)]
+    assert not aborted.is_set()
+    waiting = threading.Thread(target=lambda: gaps.extend(store.begin_frame(second, 2, 6)))
+    waiting.start()
+    assert aborted.wait(60)
+    assert not gaps
+    store.end_frame(first, arrived=True)
+    waiting.join(60)
+    assert gaps == [(4, 6)]
+
+
+def test_bytes_of_a_stream_that_ends_meanwhile_are_not_overwritten(server: Server, broker: BrokerClient) -> None:
+    """It ends between the grant and the begin of another stream of the store."""
+    streams = [stream_of(broker)]
+    server.answer = lambda begin: broker._take(Granted(begin.stream, [0], [4]))
+    streams[0].begin(1)
+
+    def answer(begin: Begin) -> None:
+        broker._take(Granted(begin.stream, [0], [4]))
+        ending = streams.pop()
+        ending.store.begin_frame(ending, 0, 2)
+        ending.store.end_frame(ending, arrived=True)
+        broker.close(ending)
+
+    server.answer = answer
+    later = stream_of(broker)
+    later.begin(1)
+    assert later.store.begin_frame(later, 0, 4) == [(2, 4)]
+
+
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_push_writes_nothing_to_an_ended_store(server: Server, broker: BrokerClient, *, ended: bool) -> None:
     """The refusal arrives between the grant and the first frame."""
@@ -132,3 +196,26 @@ def test_a_push_writes_nothing_to_an_ended_store(server: Server, broker: BrokerC
         else:
             assert streams._push(Connection(ours), stream, request)
     assert bytes(region.memory) == (bytes(4) if ended else b"data")
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_pull_reads_nothing_of_an_ended_lease(server: Server, broker: BrokerClient, *, ended: bool) -> None:
+    """The refusal arrives between the grant and the first frame."""
+    stream = stream_of(broker)
+    region: Any = SimpleNamespace(memory=memoryview(b"data"))
+    unused: Any = None
+    streams = StreamServer(broker, region, LimitConfig(), unused)
+
+    def answer(begin: Begin) -> None:
+        broker._take(Granted(begin.stream, [0], [4]))
+        if ended:
+            broker._take(Refusal(begin.stream, "LEASE_NOT_FOUND", "the lease has ended"))
+
+    server.answer = answer
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        request = transfer_pb2.PullRequest(lease_id=1, items=[0]).SerializeToString()
+        with pytest.raises(Refused, match="the lease has ended") if ended else contextlib.nullcontext():
+            streams._pull(Connection(ours), stream, request)
+        ours.shutdown(socket.SHUT_WR)
+        assert (b"data" in theirs.recv(1024)) is not ended

@@ -57,7 +57,7 @@ from kvtier.client.transport.socket_streams import SocketStreams
 from kvtier.cuda.host.copy import address_of
 from kvtier.protos.v1 import cache_pb2, common_pb2, session_pb2, transfer_pb2
 from kvtier.protos.wire import socket_frames as frames
-from kvtier.server.bulk import broker_client, connection_places
+from kvtier.server.bulk import broker_client, connection_places, supervisor
 from kvtier.server.bulk.broker_client import BrokerClient
 from kvtier.server.bulk.messages import Accepted, Caller, Greeting, decode_from_child
 from kvtier.server.bulk.streams import StreamServer
@@ -569,3 +569,31 @@ async def test_a_stopped_bulk_process_delays_streams_only_briefly(
     assert found == len(keys)
     assert all(is_payload(key, part) for key, part in zip(keys, buffers, strict=True))
     assert set(stored) == {StoreStatus.GRANTED}
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_streams_that_begin_again_are_not_stuck(monkeypatch: pytest.MonkeyPatch, *, ends: bool) -> None:
+    """A client can begin streams of a store again and again. A kill ends those of all tenants."""
+    monkeypatch.setattr(supervisor, "_ROUND_SECONDS", 0.01)
+    loop, kills, jump = asyncio.get_running_loop(), list[str](), 0.0
+    real_time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real_time() + jump)
+    rounds = iter(["ends", "slow"] if ends else ["slow"])
+
+    def streams(_: int) -> list[asyncio.Event]:
+        nonlocal jump
+        jump = supervisor._DETACH_SECONDS
+        stream, detached = next(rounds, None), asyncio.Event()
+        if stream == "ends":
+            detached.set()
+        return [detached] if stream else []
+
+    async def idle(_: int) -> None: ...
+
+    broker: Any = SimpleNamespace(end_streams_of_store=streams, writers=SimpleNamespace(idle=idle))
+    anything: Any = SimpleNamespace(limits=None, bulk=None, endpoints=(), tls=SimpleNamespace(cert=None))
+    process = BulkProcess(anything, anything, broker, anything)
+    child: Any = SimpleNamespace(kill=lambda: kills.append("killed"), send=lambda *_: None)
+    process._child = child
+    await process.end_writers(1)
+    assert kills == ([] if ends else ["killed"])

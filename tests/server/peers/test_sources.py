@@ -459,6 +459,42 @@ async def test_searches_at_the_same_time_share_the_bound_of_bytes(monkeypatch: p
     assert len(link.released) == 1
 
 
+@pytest.mark.parametrize("how", ["short", "cancelled", "short while open", "whole"])
+async def test_calls_that_end_early_do_not_open_the_circuit_breaker(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """A tenant must not make a source unreachable for others. Nor may it use up the probes."""
+    link = FakeLink(1000)  # never answers
+    monkeypatch.setattr(sources, "PeerLink", lambda *_: link)
+    tier = PeerTier(60.0, MIB)
+    async with serving(tier) as calls:
+        directory = PeerDirectory(["127.0.0.1:1"])
+        searches, address = _searches_of(calls, tier, directory), directory.find("127.0.0.1:1")
+        assert address is not None
+        breaker = searches._breakers[address]
+        if how == "whole":
+            searches._deadline_seconds = 0.01
+        if how == "short while open":
+            now = 0.0
+            breaker._clock = lambda: now
+            breaker.failed("")
+            breaker.failed("")
+            now = 100.0
+        for _ in range(4):
+            seconds = 60.0 if how in ("cancelled", "whole") else 0.01
+            search = searches.locate(
+                calls.session, "127.0.0.1:1", KEYS, EVERYWHERE, calls.runtime.now() + seconds, prefix=True
+            )
+            if how == "cancelled":
+                task = asyncio.create_task(search)
+                await until(lambda: link._all_wait.n_waiting > 0)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                await until(lambda: not link._all_wait.n_waiting)
+            else:
+                assert (await search).outcome == cache_pb2.SOURCE_OUTCOME_UNREACHABLE
+        assert breaker.is_open == (how in ("short while open", "whole"))
+        assert breaker.permits() == (how != "whole")
+
+
 async def test_the_circuit_breaker_of_a_vanished_address_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name stands for other addresses than before, as after each restart of a pod."""
     monkeypatch.setattr(sources, "_SWEEP_SECONDS", 0.01)

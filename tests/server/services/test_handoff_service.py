@@ -190,7 +190,7 @@ async def test_claims_do_not_wait_for_ended_or_declined_holds(engine: Engine, ru
 async def test_claims_do_not_wait_for_holds_of_other_namespaces(engine: Engine, runtime: TierRuntime) -> None:
     """Engines whose blocks differ, for example by tensor parallelism, cannot share holds."""
     await engine.publish(keys(0, 1))
-    other = NamespaceSpec(NamespaceId(b"o" * 32), world_size=1, part_bytes=(4096,))
+    other = NamespaceSpec(NamespaceId(b"n" * 16 + b"o" * 16), world_size=1, part_bytes=(4096,))
     engine.session = runtime.core.open_session(b"o", "reader", None, other)
     with pytest.raises(HoldNotFound):
         await engine.claim(wait=3600)

@@ -11,7 +11,9 @@ from kvtier.tiers.errors import HoldExpired, HoldNotFound
 from kvtier.tiers.stats.request_log import ClaimOutcome, ClaimRecord, HoldRecord, LookupRecord, OutcomeRun
 from kvtier.tiers.types import HoldEnd, MissReason, NamespaceSpec, PublishStatus
 
-OTHER = NamespaceSpec(NamespaceId(b"o" * 32), world_size=1, part_bytes=(4096,))
+OTHER = NamespaceSpec(NamespaceId(b"n" * 16 + b"o" * 16), world_size=1, part_bytes=(4096,))
+"""Another namespace of the same tenant."""
+FOREIGN = NamespaceSpec(NamespaceId(b"f" * 32), world_size=1, part_bytes=(4096,))
 
 
 def held(rig: HoldRig, request_id: str = "r") -> HoldRecord:
@@ -112,6 +114,15 @@ def test_missing_blocks_of_a_hold_have_a_reason() -> None:
     assert any(isinstance(command, LoadFromTier) for command in rig.finish_jobs(Outcome.CORRUPT))
     rig.claim()
     assert claimed(rig).outcomes() == (OutcomeRun(1, MissReason.LOAD_FAILED),)
+
+
+def test_a_hold_of_another_tenant_is_no_reason() -> None:
+    rig = HoldRig()
+    rig.publish(keys(0), session=rig.open("engine", FOREIGN))
+    assert rig.core.handoffs.may_come((rig.session.namespace.id, "engine", "r"))
+    with pytest.raises(HoldNotFound):
+        rig.claim()
+    assert rig.core.stats().claims_missed == {ClaimOutcome.NOT_HELD: 1}
 
 
 def test_a_claim_without_a_hold_has_a_reason() -> None:

@@ -150,6 +150,20 @@ def test_the_record_of_expired_holds_is_bounded(monkeypatch: pytest.MonkeyPatch)
     assert rig.claim("r1", now=30.0).statuses == HIT
 
 
+def test_ended_holds_of_a_tenant_do_not_replace_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a claim of another tenant would wait for a hold that cannot come."""
+    monkeypatch.setattr("kvtier.tiers.core.handoffs._REMEMBERED", 4)
+    rig = HoldRig()
+    rig.publish(keys(0), "own")
+    rig.core.handoffs.release((rig.session.namespace.id, "engine", "own"), 0.0)
+    other = rig.open("engine", OTHER)
+    for number in range(8):
+        rig.publish(keys(0), f"r{number}", session=other)
+        rig.core.handoffs.release((OTHER.id, "engine", f"r{number}"), 0.0)
+    assert not rig.core.handoffs.may_come((rig.session.namespace.id, "engine", "own"))
+    assert [rig.core.handoffs.may_come((OTHER.id, "engine", f"r{number}")) for number in (4, 5)] == [True, False]
+
+
 def test_a_refused_publication_leaves_no_block() -> None:
     """Also no empty ones for its valid keys."""
     rig = HoldRig()
