@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..stats.request_log import LookupRecord, OutcomeRun
 
 
-__all__ = ["BlockLease", "LeaseTable", "LookupAnswer", "SlicedLookup"]
+__all__ = ["PENDING_COST", "BlockLease", "LeaseTable", "LookupAnswer", "SlicedLookup"]
 
 K = TypeVar("K")
 

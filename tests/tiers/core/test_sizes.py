@@ -14,7 +14,14 @@ from kvtier.tiers.base import NamespaceId, RequestInfo
 from kvtier.tiers.core.leases import LEASE_COST, PENDING_COST
 from kvtier.tiers.errors import InvalidNamespace, LimitExceeded
 from kvtier.tiers.eviction.queues import KEPT_QUEUES
-from kvtier.tiers.types import MAX_GROUPS, MAX_PART_SIZES, MAX_WORLD_SIZE, SLOT_ALIGNMENT, NamespaceSpec
+from kvtier.tiers.types import (
+    MAX_GROUPS,
+    MAX_PART_SIZES,
+    MAX_WORLD_SIZE,
+    SLOT_ALIGNMENT,
+    HandoffDirection,
+    NamespaceSpec,
+)
 
 PAGE = SLOT_ALIGNMENT
 SIZES = 16
@@ -248,3 +255,41 @@ def test_blocks_that_requests_wait_for_have_a_limit(monkeypatch: pytest.MonkeyPa
     assert not table._waiting
     assert not table._awaited
     assert not table._open
+
+
+def test_stores_of_a_tenant_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tick examines all stores; those in quarantine count too, until the client is gone."""
+    monkeypatch.setattr("kvtier.tiers.core.stores.MAX_STORES", 2)
+    rig = Rig()
+    for number in range(2):
+        assert rig.core.prepare_store(rig.session, keys(number), request_id="", expires_at=5).store_id is not None
+    with pytest.raises(LimitExceeded):
+        rig.core.prepare_store(rig.session, keys(3), request_id="", expires_at=5)
+    rig.core.tick(6)
+    while rig.core._stores._abandoned:
+        rig.core.work()
+    with pytest.raises(LimitExceeded):
+        rig.core.prepare_store(rig.session, keys(3), request_id="", expires_at=5)
+    for writer in list(rig.session.writers):
+        rig.core.writer_gone(rig.session.id, writer)
+    assert rig.store(keys(3))
+    assert not rig.core._stores.table._per_tenant
+
+
+def test_pending_items_of_holds_cost_more() -> None:
+    """Each takes 200 bytes until its block is ready or the hold has ended."""
+    rig = Rig()
+    table = rig.core.handoffs._table
+    writer = rig.open("writer")
+    answer = rig.core.prepare_store(writer, keys(1, 2), request_id="", expires_at=60)
+    for name, wanted in {"pending": keys(1, 2), "removed": keys(2)}.items():
+        sizes = {"num_tokens": 16, "duration": 60.0, "now": 0.0}
+        direction = HandoffDirection.PREFILL_TO_DECODE
+        rig.core.handoffs.publish(rig.session, name, wanted, range(len(wanted)), direction=direction, **sizes)
+    assert table.items_of("") == 3 * (1 + PENDING_COST)
+    assert answer.store_id is not None
+    rig.core.complete_store(writer, answer.store_id, failed=[1])
+    assert table.items_of("") == 3 + 2 * PENDING_COST
+    for hold in list(table):
+        table.remove(hold)
+    assert table.items_of("") == 0
