@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NewType
 
 from .base import NamespaceId, OffloadPolicy, Vote
@@ -14,6 +15,7 @@ from .errors import InvalidItem, InvalidKey, InvalidNamespace
 __all__ = [
     "GROUP_INDEX_BYTES",
     "HOLD_ONLY_KEY_PREFIX",
+    "MAX_GROUPS",
     "MAX_PART_SIZES",
     "NAMESPACE_BYTES",
     "REST",
@@ -125,10 +127,19 @@ HOLD_ONLY_KEY_PREFIX = b"kvtier.hold."
 SLOT_ALIGNMENT = 4096
 """Slot offsets and sizes are multiples of this page size, because direct I/O requires it."""
 
-MAX_WORLD_SIZE = 4096
+MAX_WORLD_SIZE = 1024
+
+MAX_GROUPS = 256
+"""Limit of KV cache groups. Engines have a handful, and at most one per layer."""
 
 MAX_PART_SIZES = 64
 """Limit of part sizes per namespace, because each size needs a separate eviction queue."""
+
+
+@cache
+def _no_slots(world_size: int) -> tuple[None, ...]:
+    """Returns empty slots. All `MAX_WORLD_SIZE` tuples together take 4 MiB."""
+    return (None,) * world_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +150,8 @@ class NamespaceSpec:
         id: digest of all properties that must be equal for engines to share blocks.
         world_size: number of ranks, each with one part of every block.
         part_bytes: size of one rank's part, per KV cache group.
-        no_slots: value of `Block.slots` for a new block; one tuple shared by all new blocks.
+        no_slots: value of `Block.slots` for a new block; one tuple for all namespaces with this
+            world size.
     """
 
     id: NamespaceId
@@ -152,11 +164,16 @@ class NamespaceSpec:
             raise InvalidNamespace(f"world size {self.world_size} is not within 1..{MAX_WORLD_SIZE}")
         if not self.part_bytes:
             raise InvalidNamespace("a namespace needs at least one KV cache group")
-        if len(set(self.part_bytes)) > MAX_PART_SIZES:
+        if len(self.part_bytes) > MAX_GROUPS:
+            raise InvalidNamespace(f"a namespace has {MAX_GROUPS} KV cache groups at most")
+        sizes = {size: size for size in self.part_bytes}
+        if len(sizes) > MAX_PART_SIZES:
             raise InvalidNamespace(f"a namespace has parts of {MAX_PART_SIZES} sizes at most")
         if min(self.part_bytes) < 1:
             raise InvalidNamespace("part_bytes of every group must be positive")
-        object.__setattr__(self, "no_slots", (None,) * self.world_size)
+        # One object per size: conversations keep the namespace when its session has ended.
+        object.__setattr__(self, "part_bytes", tuple(map(sizes.__getitem__, self.part_bytes)))
+        object.__setattr__(self, "no_slots", _no_slots(self.world_size))
 
     def part_bytes_of(self, key: bytes) -> int:
         """Returns the part size of a key's block. Raises InvalidKey for an unknown group."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ..telemetry.line_limit import LineLimit
 from ..telemetry.logs import get_logger
 from .roles import CALLER
 
@@ -20,7 +21,6 @@ _REFUSALS = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED", "WRONG_TENANT", "
 _REFUSED = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED"})
 _INTERVAL_SECONDS = 10.0
 """Minimum time between two log lines for the same refusal, or for the same call of `_READS`."""
-_MAX_KINDS = 1024
 
 
 class AuditLog:
@@ -28,8 +28,7 @@ class AuditLog:
 
     def __init__(self, *, logs_reads: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._logs_reads = logs_reads
-        self._clock = clock
-        self._last: dict[tuple[str, ...], tuple[float, int]] = {}
+        self._limit = LineLimit(1, _INTERVAL_SECONDS, clock)
 
     def record_call(self, method: str, outcome: str) -> None:
         """Logs an ended call of AdminService, except a refusal that `record_refusal` logs."""
@@ -53,14 +52,6 @@ class AuditLog:
         self._log_limited(who, method, f"refused: {reason}")
 
     def _log_limited(self, who: str, what: str, outcome: str) -> None:
-        now, kind = self._clock(), (who, what, outcome)
-        last, left_out = self._last.get(kind, (-_INTERVAL_SECONDS, 0))
-        if now - last < _INTERVAL_SECONDS:
-            self._last[kind] = (last, left_out + 1)
-            return
-        if len(self._last) >= _MAX_KINDS:
-            # Limits the memory if callers use a new address for each call. The counts of the lines
-            # that were left out are lost.
-            self._last.clear()
-        self._last[kind] = (now, 0)
-        _log.info("audit", who=who, what=what, outcome=outcome, **({"left_out": left_out} if left_out else {}))
+        left_out = self._limit.admit((who, what, outcome))
+        if left_out is not None:
+            _log.info("audit", who=who, what=what, outcome=outcome, **({"left_out": left_out} if left_out else {}))

@@ -1,7 +1,7 @@
 """Message format of child processes, and the child's end of the connection to the server.
 
-A message is a JSON header followed by bytes. This module imports no other module of the server, so
-that a child starts fast.
+A message is a JSON header followed by bytes. Of the server, this module imports only the limit of
+log lines, so that a child starts fast.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, Final
+
+from ..telemetry.line_limit import LimitedLines
 
 __all__ = ["MAX_MESSAGE_BYTES", "SIZES_BYTES", "Channel", "connect", "pack", "read_sizes", "unpack"]
 
@@ -87,5 +89,7 @@ def connect(fd: int) -> Channel:
     # server ends its children after the drain.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(LimitedLines())
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     return Channel(socket.socket(fileno=fd))

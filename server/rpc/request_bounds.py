@@ -17,6 +17,7 @@ from typing import NoReturn, TypeVar
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from ...protos.v1 import admin_pb2, cache_pb2, conversation_pb2, events_pb2, handoff_pb2, session_pb2, transfer_pb2
+from ...tiers.types import MAX_GROUPS
 from ..config.schema import LimitConfig
 from ..refused import Refused
 
@@ -39,7 +40,6 @@ _REPETITIONS = 16
 _TEXT, _NAME = 512, 4096
 _MAX_TIERS = 64
 _MAX_MEDIA = 16
-_MAX_GROUPS = 4096
 _MAX_ATTRIBUTES = 1024
 _MAX_NAMESPACE_BYTES = 64 << 10
 _MAX_PARAMS_BYTES = 16 << 10
@@ -113,7 +113,7 @@ def table_of(limits: LimitConfig) -> dict[str, Bound]:
         "OpenRequest.served_model": text,
         "OpenRequest.namespace": Bound(_MAX_NAMESPACE_BYTES, reason_each="INVALID_NAMESPACE"),
         **{f"Namespace.{field}": name for field in ("model", "revision", "dtype", "layout", "hash_scheme", "tenant")},
-        "Namespace.groups": Bound(most=_MAX_GROUPS, reason="INVALID_NAMESPACE"),
+        "Namespace.groups": Bound(most=MAX_GROUPS, reason="INVALID_NAMESPACE"),
         "Namespace.attributes": Bound(most=_MAX_ATTRIBUTES, reason="INVALID_NAMESPACE"),
         "Namespace.AttributesEntry.key": name,
         "Namespace.AttributesEntry.value": Bound(_MAX_NAMESPACE_BYTES, reason_each="INVALID_NAMESPACE"),
@@ -160,7 +160,7 @@ def table_of(limits: LimitConfig) -> dict[str, Bound]:
         "HoldRef.engine_id": text,
         "HoldRef.request_id": text,
         "ClaimHoldRequest.request_id": text,
-        "ClaimHoldRequest.first_positions": Bound(most=_MAX_GROUPS),
+        "ClaimHoldRequest.first_positions": Bound(most=MAX_GROUPS),
         "RenewHoldsRequest.holds": Bound(most=_MAX_HOLDS),
         "ReleaseHoldsRequest.holds": Bound(most=_MAX_HOLDS),
         "ReportNotClaimedRequest.request_id": text,

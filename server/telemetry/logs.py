@@ -2,7 +2,8 @@
 
 structlog and the standard library's `logging` share one queue; a thread formats and writes the
 lines. If the reader of standard error stalls and the queue is full, further lines are dropped. When
-the reader continues, the thread writes how many lines were dropped.
+the reader continues, the thread writes how many lines were dropped. Lines with the same text are
+limited (`LimitedLines`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from structlog.typing import EventDict, ExcInfo
 
 from ..config.schema import LogConfig
 from ..printable import printable
+from .line_limit import LimitedLines
 
 __all__ = ["Logger", "configure", "flush", "get_logger"]
 
@@ -89,6 +91,7 @@ class _QueueHandler(logging.Handler):
     def __init__(self, formatter: logging.Formatter, write: Callable[[str], object]) -> None:
         super().__init__()
         self.setFormatter(formatter)
+        self.addFilter(LimitedLines())
         self._write = write
         self._queue: queue.Queue[logging.LogRecord | threading.Event] = queue.Queue(_QUEUE_LINES)
         self._dropped = 0

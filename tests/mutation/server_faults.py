@@ -306,8 +306,8 @@ SERVER_FAULTS = (
     ),
     Fault(
         "each refusal is a line of the audit log",
-        "server/auth/audit_log.py",
-        "if now - last < _INTERVAL_SECONDS:",
+        "server/telemetry/line_limit.py",
+        "if used - now > self._ahead:",
         "if False:",
     ),
     Fault(

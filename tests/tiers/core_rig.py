@@ -32,11 +32,17 @@ class Rig:
     """A core, one session with the region mapped, and shorthands."""
 
     def __init__(
-        self, *tiers: ModelTier, extents: int = 1, queue: int | None = None, eviction: dict[str, str] | None = None
+        self,
+        *tiers: ModelTier,
+        extents: int = 1,
+        queue: int | None = None,
+        eviction: dict[str, str] | None = None,
+        extent_bytes: int = EXTENT,
     ) -> None:
         settings = TierSettings(eviction=eviction or {})
-        self.core = TierManager(extents * EXTENT, EXTENT, tiers, max_queued_bytes=queue, settings=settings)
-        self.core.add_memory(0, extents * EXTENT)
+        region = extents * extent_bytes
+        self.core = TierManager(region, extent_bytes, tiers, max_queued_bytes=queue, settings=settings)
+        self.core.add_memory(0, region)
         self.session = self.open("engine")
 
     def open(self, engine: str, spec: NamespaceSpec = SPEC, rank: int | None = None) -> EngineSession:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..base import NamespaceId
@@ -136,6 +137,11 @@ class Block:
     def put_slot(self, rank: int, offset: int | None) -> None:
         slots = self.slots
         self.slots = (offset,) if len(slots) == 1 else (*slots[:rank], offset, *slots[rank + 1 :])
+
+    def fill_slots(self, offsets: Iterator[int]) -> None:
+        """Gives the parts without a slot the next offsets, as far as there are any."""
+        if None in self.slots:
+            self.slots = tuple(next(offsets, None) if slot is None else slot for slot in self.slots)
 
     def clear(self) -> None:
         self.slots = (None,) if len(self.slots) == 1 else (None,) * len(self.slots)

@@ -114,7 +114,7 @@ class CpuTier:
             if block is None:
                 if queue is None or not one_size:
                     part_bytes = spec.part_bytes_of(key)
-                    queue = self._queue_of.get((spec.id, part_bytes)) or self._new_queue(spec.id, part_bytes)
+                    queue = self._queue_of.get((spec.id, part_bytes)) or self._new_queue(spec, part_bytes)
                 block = blocks[key] = Block(spec, key, part_bytes, queue, index)
             found[number] = block
         return found  # type: ignore[return-value]
@@ -148,6 +148,7 @@ class CpuTier:
         self._clock = max(self._clock, int(now * _TICKS_PER_SECOND))
         self._unevictable.clear()
         self._index.forget_empty()
+        self._forget_classes()
         gone = []
         for block in self.queues.tick(now):
             if block.pins or block.retained:
@@ -165,16 +166,17 @@ class CpuTier:
         pinned, so that none of them is evicted to make room for another.
         """
         for queue, mine in by_queue(blocks):
-            wanted = mine if rank is not None else [block for block in mine for slot in block.slots if slot is None]
+            wanted = mine if rank is not None else [each for each in mine for _ in range(each.slots.count(None))]
             offsets = self._take(queue.share, queue.size_class, len(wanted))
             self.no_room += len(wanted) - len(offsets)
             self._owners.update(zip(offsets, wanted, strict=False))
-            one_part = not wanted or len(wanted[0].slots) == 1
-            for block, offset in zip(wanted, offsets, strict=False):
-                if one_part:
-                    block.slots = (offset,)
-                else:
-                    block.put_slot(block.slots.index(None) if rank is None else rank, offset)
+            if rank is not None:
+                for block, offset in zip(wanted, offsets, strict=False):
+                    block.put_slot(rank, offset)
+                continue
+            left = iter(offsets)
+            for block in mine:
+                block.fill_slots(left)
 
     def declined(self, blocks: Sequence[Block]) -> list[Block]:
         """Returns the blocks that the eviction policy would evict first if they were stored now.
@@ -355,11 +357,11 @@ class CpuTier:
             declined=self.declines,
         )
 
-    def _new_queue(self, namespace: NamespaceId, part_bytes: int) -> EvictionQueue[Block]:
-        queue = self.queues.queue_for(namespace, self.memory.slot_bytes_for(part_bytes))
+    def _new_queue(self, spec: NamespaceSpec, part_bytes: int) -> EvictionQueue[Block]:
+        queue = self.queues.queue_for(spec.id, self.memory.slot_bytes_for(part_bytes, spec.world_size))
         if len(self._queue_of) >= _MAX_CACHED_QUEUES:
             self._queue_of.clear()
-        self._queue_of[namespace, part_bytes] = queue
+        self._queue_of[spec.id, part_bytes] = queue
         return queue
 
     def _take(self, share: TenantShare, slot_bytes: int, count: int) -> list[int]:
@@ -377,6 +379,12 @@ class CpuTier:
             offsets += fresh
         offsets.sort()
         return offsets
+
+    def _forget_classes(self) -> None:
+        """Forgets the demand of size classes without blocks, which shares the spare part."""
+        for slot_bytes in [each for each in self._under_pressure if not self.queues.of_class(each)]:
+            self._under_pressure.discard(slot_bytes)
+            self._spare_demand.pop(slot_bytes, None)
 
     @property
     def needs_spare_room(self) -> bool:

@@ -237,7 +237,7 @@ class HandoffHandler:
             publication.prepared = end
             if end < len(hold.items):
                 return True
-            hold.awaited -= 1
+            self._table.stop_awaiting(hold, 1)
             hold.record.pending = hold.awaited
             self._commands.append(HoldChanged(hold.name))
         self._cpu_tier.finish(publication)

@@ -14,7 +14,7 @@ from ..eviction.quotas import RetentionBudget
 from ..stats.request_log import HoldRecord, LookupRecord
 from ..types import EngineKey, EngineSession, HandoffDirection, HoldName, Owner, PublishStatus, tenant_of
 from .block import Block
-from .leases import BlockLease
+from .leases import PENDING_COST, BlockLease
 
 __all__ = ["Hold", "HoldClaim", "HoldTable", "SlicedPublication"]
 
@@ -146,6 +146,7 @@ class HoldTable:
         return self._per_tenant.get(tenant, 0)
 
     def items_of(self, tenant: str) -> int:
+        """Returns the number of items, plus `PENDING_COST` for each that is not ready."""
         return self._items.get(tenant, 0)
 
     def add(self, hold: Hold) -> None:
@@ -153,7 +154,7 @@ class HoldTable:
         self._holds[hold.name] = hold
         self._per_name[_in_tenant(hold.name)] += 1
         self._per_tenant[hold.tenant] += 1
-        self._items[hold.tenant] += len(hold.keys)
+        self._items[hold.tenant] += len(hold.keys) + PENDING_COST * hold.awaited
 
     def wait_for(self, hold: Hold, items: range) -> None:
         """Registers the blocks of these items that are not ready.
@@ -168,6 +169,7 @@ class HoldTable:
                 self._give_up(hold, [item])
             else:
                 hold.awaited += 1
+                self._items[hold.tenant] += PENDING_COST
                 self._waiting.setdefault(block, {}).setdefault(hold, []).append(item)
 
     def remove(self, hold: Hold) -> None:
@@ -178,7 +180,7 @@ class HoldTable:
         if not self._per_name[name]:
             del self._per_name[name]
         self._per_tenant[hold.tenant] -= 1
-        self._items[hold.tenant] -= len(hold.keys)
+        self._items[hold.tenant] -= len(hold.keys) + PENDING_COST * hold.awaited
         if not self._per_tenant[hold.tenant]:
             del self._per_tenant[hold.tenant], self._items[hold.tenant]
         for block in dict.fromkeys(hold.items) if hold.awaited else ():
@@ -202,7 +204,7 @@ class HoldTable:
         hopeless = [hold for hold in waiting if block.ready or block.invalidated or hold.orphaned]
         for hold in hopeless:
             items = waiting.pop(hold)
-            hold.awaited -= len(items)
+            self.stop_awaiting(hold, len(items))
             if not block.ready:
                 self._give_up(hold, items)
         if not waiting:
@@ -217,10 +219,14 @@ class HoldTable:
             if block is None or waiting is None or block.pending:
                 continue
             items = waiting.pop(hold)
-            hold.awaited -= len(items)
+            self.stop_awaiting(hold, len(items))
             if not waiting:
                 del self._waiting[block]
             self._give_up(hold, items)
+
+    def stop_awaiting(self, hold: Hold, items: int) -> None:
+        hold.awaited -= items
+        self._items[hold.tenant] -= PENDING_COST * items
 
     def _give_up(self, hold: Hold, items: Sequence[int]) -> None:
         lost = [block for item in items if (block := hold.items[item]) is not None]

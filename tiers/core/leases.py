@@ -5,13 +5,14 @@ A lease belongs to an engine and ends with the session that it was granted to.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import is_
 from typing import TYPE_CHECKING, TypeVar
 
+from ..base import NamespaceId
 from ..errors import InvalidItem, LeaseNotFound, NotOwner, NotReady
 from ..types import EngineKey, EngineSession, KeyStatus, LeaseId, MissReason, Owner, tenant_of
 from .block import Block
@@ -24,13 +25,16 @@ if TYPE_CHECKING:
     from ..stats.request_log import LookupRecord, OutcomeRun
 
 
-__all__ = ["BlockLease", "LeaseTable", "LookupAnswer", "SlicedLookup"]
+__all__ = ["PENDING_COST", "BlockLease", "LeaseTable", "LookupAnswer", "SlicedLookup"]
 
 K = TypeVar("K")
 
 SLICE = 2048
 LEASE_COST = 1024
 """Number of items that a lease counts as, in addition to its own, so that leases are few."""
+PENDING_COST = 16
+"""Number of items that a pending item counts as for the tenant, in addition: it takes 200 bytes, any
+other item 9."""
 
 _OF_MISSING = bytes([KeyStatus.HIT, KeyStatus.MISS]).ljust(256, b"\0")
 """Status of an item, by whether it is a miss."""
@@ -206,6 +210,8 @@ class LeaseTable:
         self._by_session: dict[bytes, dict[BlockLease, None]] = defaultdict(dict)
         self._by_request: dict[tuple[EngineKey, str], dict[BlockLease, None]] = defaultdict(dict)
         self._items: dict[bytes, int] = defaultdict(int)
+        self._tenant_items: Counter[bytes] = Counter()
+        """Number of items by the tag of the tenant, with the costs of leases and pending items."""
         self._pending_unpins: list[tuple[list[Block | None], int]] = []
         """Items of ended leases, and how many leading ones are still pinned."""
         self._new_ids = new_ids
@@ -245,6 +251,7 @@ class LeaseTable:
         self._by_session[owner.session_id][lease] = None
         self._by_request[owner.engine, owner.request_id][lease] = None
         self._items[owner.session_id] += LEASE_COST
+        self._tenant_items[tenant_of(owner.engine[0])] += LEASE_COST
         self.extend(lease, items, sources, all_ready=all_ready)
         return lease
 
@@ -252,6 +259,7 @@ class LeaseTable:
         self, lease: BlockLease, items: Sequence[Block | None], sources: bytes, *, all_ready: bool = False
     ) -> None:
         """Adds items to a lease, which then owns the pins of their blocks."""
+        pending = lease.pending
         for item, block in enumerate(() if all_ready else items, start=len(lease.items)):
             if block is not None and not block.ready:
                 lease.pending += 1
@@ -260,6 +268,7 @@ class LeaseTable:
         lease.hits += len(items) - items.count(None)
         lease.sources += sources
         self._items[lease.owner.session_id] += len(items)
+        self._tenant_items[tenant_of(lease.owner.engine[0])] += len(items) + PENDING_COST * (lease.pending - pending)
 
     def is_open(self, lease: BlockLease) -> bool:
         return self._leases.get(lease.id) is lease
@@ -299,6 +308,10 @@ class LeaseTable:
         del self._leases[lease.id]
         owner = lease.owner
         self._items[owner.session_id] -= LEASE_COST + len(lease.items)
+        tenant = tenant_of(owner.engine[0])
+        self._tenant_items[tenant] -= LEASE_COST + len(lease.items) + PENDING_COST * lease.pending
+        if not self._tenant_items[tenant]:
+            del self._tenant_items[tenant]
         _discard(self._by_request, (owner.engine, owner.request_id), lease)
         if _discard(self._by_session, owner.session_id, lease):
             del self._items[owner.session_id]
@@ -326,6 +339,7 @@ class LeaseTable:
         waited = [(lease, item) for lease, items in waiting.items() for item in items]
         for lease, item in waited:
             lease.pending -= 1
+            self._tenant_items[tenant_of(lease.owner.engine[0])] -= PENDING_COST
             if not block.ready:
                 lease.items[item] = None
                 lease.hits -= 1
@@ -349,6 +363,10 @@ class LeaseTable:
     def items_of(self, session_id: bytes) -> int:
         """Returns the number of items of a session's leases, plus `LEASE_COST` per lease."""
         return self._items.get(session_id, 0)
+
+    def items_of_tenant(self, namespace: NamespaceId) -> int:
+        """Returns the same for the tenant of a namespace, plus `PENDING_COST` per pending item."""
+        return self._tenant_items.get(tenant_of(namespace), 0)
 
     def expired(self, now: float) -> list[BlockLease]:
         return [lease for lease in self._leases.values() if lease.expires_at <= now]

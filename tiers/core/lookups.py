@@ -27,6 +27,8 @@ __all__ = ["LookupHandler"]
 
 MAX_LEASED_ITEMS = 4 << 20
 """Limit for the items of a session's leases, plus `LEASE_COST` each. Then lookups are refused."""
+MAX_TENANT_LEASED_ITEMS = 32 << 20
+"""The same for all sessions of a tenant, about 300 to 450 MiB. Pending items cost more."""
 
 _ALL_TIERS = TierFilter()
 
@@ -177,6 +179,8 @@ class LookupHandler:
     def check_room(self, session: EngineSession, keys: int) -> None:
         if self.leases.items_of(session.id) + keys > MAX_LEASED_ITEMS:
             raise LimitExceeded("the session holds too many leases; release some")
+        if self.leases.items_of_tenant(session.namespace.id) + keys > MAX_TENANT_LEASED_ITEMS:
+            raise LimitExceeded("the sessions of the tenant hold too many leases; release some")
 
     def _count_hits(self, lookup: SlicedLookup, most: int) -> bool:
         """Checks `min_hits` if one slice is too short for it; returns whether keys are left.

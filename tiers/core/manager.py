@@ -180,10 +180,11 @@ class TierManager:
         self, session_id: bytes, engine_id: str, rank: int | None, namespace: NamespaceSpec, *, tenant: str = ""
     ) -> EngineSession:
         """Registers a client. Raises InvalidNamespace if the rank or a part is too large."""
-        largest, limit = max(namespace.part_bytes), self._cpu_tier.memory.extent_bytes
-        if largest > limit:
+        memory = self._cpu_tier.memory
+        largest, limit = max(namespace.part_bytes), memory.extent_bytes
+        if memory.slot_bytes_for(largest, namespace.world_size) > limit:
             why = f"with region_size {self._region_bytes} the limit is {limit} bytes"
-            raise InvalidNamespace(f"a part of {largest} bytes (one rank of a block) is too large: {why}")
+            raise InvalidNamespace(f"the slot of a part of {largest} bytes (one rank of a block) is too large: {why}")
         if rank is not None and rank >= namespace.world_size:
             raise InvalidNamespace(f"rank {rank} must be less than the world size {namespace.world_size}")
         session = EngineSession(session_id, engine_id, rank, namespace, tenant)

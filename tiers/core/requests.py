@@ -20,7 +20,11 @@ from .conversations import Conversation
 __all__ = ["MAX_REQUESTS", "Request", "RequestTable"]
 
 MAX_REQUESTS = 65536
-"""Limit of a tenant's unfinished requests, up to 3 KB each."""
+"""Limit of a tenant's requests that have not ended, up to 3 KB each."""
+
+MAX_AWAITED = 1 << 20
+"""Limit of the blocks that the requests of a tenant wait for, about 200 bytes each. A request does
+not get further blocks stored by `request_level_tiers`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,9 +72,11 @@ class RequestTable:
         self._tiers = tiers
         self._on_end = on_end
         self._requests: dict[tuple[EngineKey, str], Request] = {}
-        self._waiting: dict[Block, list[Request]] = {}
-        self._unfinished: Counter[str] = Counter()
-        """Per tenant the number of requests of its sessions."""
+        self._waiting: dict[Block, dict[Request, None]] = {}
+        self._open: Counter[str] = Counter()
+        """Per tenant the number of requests that have not ended."""
+        self._awaited: Counter[str] = Counter()
+        """Per tenant the number of blocks that its requests wait for."""
 
     def get(self, engine: EngineKey, request_id: str) -> Request | None:
         return self._requests.get((engine, request_id))
@@ -86,9 +92,9 @@ class RequestTable:
         return request.conversation if request is not None else None
 
     def check_room(self, session: EngineSession) -> None:
-        """Raises LimitExceeded if the tenant of a session has too many unfinished requests."""
-        if self._unfinished[session.tenant] >= MAX_REQUESTS:
-            raise LimitExceeded(f"the tenant has {MAX_REQUESTS} requests that it has not finished")
+        """Raises LimitExceeded if the tenant of a session has too many requests."""
+        if self._open[session.tenant] >= MAX_REQUESTS:
+            raise LimitExceeded(f"the tenant has {MAX_REQUESTS} requests that are not finished or still stored")
 
     def negotiate(self, session: EngineSession, info: RequestInfo) -> Request:
         votes = tuple((tier.name, tier.on_new_request(info)) for tier in self._tiers)
@@ -99,57 +105,63 @@ class RequestTable:
         negotiation = Negotiation(policy, votes)
         request = Request(session, info.request_id, negotiation, request_level_tiers, info.retain_for)
         self._requests[session.engine, request.id] = request
-        if request.id not in session.requests:
-            session.requests.add(request.id)
-            self._unfinished[session.tenant] += 1
+        session.requests.add(request.id)
+        self._open[session.tenant] += 1
         return request
 
     def session_ended(self, session: EngineSession) -> None:
         """Called when the requests of a session have been finished."""
-        self._drop(session, len(session.requests))
         session.requests.clear()
 
     def wait_for(self, request: Request, block: Block) -> None:
-        if block not in request.waiting:
-            request.waiting.add(block)
-            self._waiting.setdefault(block, []).append(request)
+        if block in request.waiting:
+            return
+        tenant = request.session.tenant
+        if self._awaited[tenant] >= MAX_AWAITED:
+            request.incomplete += 1
+            return
+        self._awaited[tenant] += 1
+        request.waiting.add(block)
+        self._waiting.setdefault(block, {})[request] = None
 
     def awaited(self, blocks: Sequence[Block]) -> list[Block]:
         return [block for block in blocks if block in self._waiting] if self._waiting else []
 
     def settled(self, block: Block) -> list[Request]:
         """Called when no client writes a block now; returns the requests that waited for it."""
-        requests = self._waiting.pop(block, [])
+        requests = list(self._waiting.pop(block, ()))
         for request in requests:
             request.waiting.discard(block)
+            _subtract(self._awaited, request.session.tenant, 1)
         return requests
 
     def finish(self, request: Request, *, give_up: bool = False) -> None:
         """With `give_up`, the request does not wait for blocks that other clients write now."""
         request.finished = True
-        if request.id in request.session.requests:
-            request.session.requests.discard(request.id)
-            self._drop(request.session, 1)
+        request.session.requests.discard(request.id)
         if give_up:
-            for block in list(request.waiting):
-                self._waiting[block].remove(request)
+            for block in request.waiting:
+                del self._waiting[block][request]
                 if not self._waiting[block]:
                     del self._waiting[block]
+            _subtract(self._awaited, request.session.tenant, len(request.waiting))
             request.incomplete += len(request.waiting)
             request.waiting.clear()
         self.end_if_settled(request)
-
-    def _drop(self, session: EngineSession, requests: int) -> None:
-        self._unfinished[session.tenant] -= requests
-        if not self._unfinished[session.tenant]:
-            del self._unfinished[session.tenant]
 
     def end_if_settled(self, request: Request) -> None:
         if not request.settled or request.ended:
             return
         request.ended = True
+        _subtract(self._open, request.session.tenant, 1)
         self._on_end(request)
         key = (request.session.engine, request.id)
         # The engine may have begun a new request with the same id.
         if self._requests.get(key) is request:
             del self._requests[key]
+
+
+def _subtract(counts: Counter[str], tenant: str, number: int) -> None:
+    counts[tenant] -= number
+    if counts[tenant] <= 0:
+        del counts[tenant]

@@ -155,7 +155,7 @@ class SecondaryTierState:
         the blocks, because other servers may use them."""
         self.stores = 0
         """Number of running stores."""
-        self.pending_stores: dict[tuple[NamespaceId, bytes], list[Request]] = {}
+        self.pending_stores: dict[tuple[NamespaceId, bytes], dict[Request, None]] = {}
         """Per block that is queued or being stored: the REQUEST_LEVEL requests that wait for it."""
         self.queued_bytes = 0
         """Bytes of the write-back queue and of running stores."""

@@ -14,6 +14,10 @@ from ..types import SLOT_ALIGNMENT
 
 __all__ = ["Extent", "SlotAllocator"]
 
+_BYTES_PER_OFFSET = 64
+"""Slot bytes per rank: the offsets of a block, 8 bytes each, take an eighth of a slot or less. This
+matters only for more than 64 ranks."""
+
 
 class Extent:
     """A piece of the region that belongs to one size class or to none."""
@@ -47,14 +51,19 @@ class SlotAllocator:
         self._unclaimed[:0] = reversed(fresh)
         self.available_bytes += len(fresh) * self.extent_bytes
 
-    def slot_bytes_for(self, part_bytes: int) -> int:
-        return -(-part_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    def slot_bytes_for(self, part_bytes: int, world_size: int = 1) -> int:
+        """Returns the size class of a part, which is large enough for what its block needs.
+
+        A block has a list of `world_size` offsets, even if only one part has a slot.
+        """
+        least = max(part_bytes, world_size * _BYTES_PER_OFFSET)
+        return -(-least // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     def allocate(self, slot_bytes: int, count: int) -> list[int]:
         """Returns up to `count` free slots of a class, in ascending order."""
         taken: list[int] = []
-        with_room = self._with_room.setdefault(slot_bytes, {})
         while len(taken) < count:
+            with_room = self._with_room.get(slot_bytes, {})
             extent = next(iter(with_room), None) or self._claim(slot_bytes)
             if extent is None:
                 break
@@ -64,7 +73,7 @@ class SlotAllocator:
             extent.used += number
             taken += offsets
             if not extent.free:
-                with_room.pop(extent, None)
+                self._is_full(extent)
         taken.sort()
         return taken
 
@@ -74,7 +83,7 @@ class SlotAllocator:
             free = list(together)
             extent.free += free
             extent.used -= len(free)
-            self._with_room[extent.slot_bytes][extent] = None
+            self._with_room.setdefault(extent.slot_bytes, {})[extent] = None
             if not extent.used:
                 self._give_back(extent)
 
@@ -98,7 +107,7 @@ class SlotAllocator:
         extent = self._unclaimed.pop()
         extent.slot_bytes = slot_bytes
         extent.free = list(self._slots_of(extent))[::-1]
-        self._with_room[slot_bytes][extent] = None
+        self._with_room.setdefault(slot_bytes, {})[extent] = None
         return extent
 
     def _slots_of(self, extent: Extent) -> range:
@@ -106,8 +115,15 @@ class SlotAllocator:
         last = extent.offset + self.extent_bytes - extent.slot_bytes
         return range(extent.offset, last + 1, extent.slot_bytes) if extent.slot_bytes else range(0)
 
+    def _is_full(self, extent: Extent) -> None:
+        """Removes an extent from those with room, and its class if that was the last one."""
+        with_room = self._with_room[extent.slot_bytes]
+        with_room.pop(extent, None)
+        if not with_room:
+            del self._with_room[extent.slot_bytes]
+
     def _give_back(self, extent: Extent) -> None:
-        self._with_room[extent.slot_bytes].pop(extent, None)
+        self._is_full(extent)
         extent.slot_bytes = 0
         extent.free = []
         self._unclaimed.append(extent)

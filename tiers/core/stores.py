@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import InvalidItem, NotOwner, StoreNotFound
+from ..errors import InvalidItem, LimitExceeded, NotOwner, StoreNotFound
 from ..stats.eviction_history import EvictionHistory
 from ..stats.miss_ratio_curve import MissRatioCurves
 from ..types import EngineKey, EngineSession, MissReason, Owner, StoreAnswer, StoreId, StoreStatus, tenant_of
@@ -20,6 +20,9 @@ from .transfers import TransferScheduler
 
 __all__ = ["InFlightStores", "Store", "StoreHandler"]
 
+
+MAX_STORES = 16_384
+"""Limit of the stores of a tenant in flight or in quarantine. Each tick examines all of them."""
 
 _UNPIN_SLICE = 512
 """Blocks per slice: 0.2 µs per block, or 3 µs if the block is dropped."""
@@ -110,6 +113,8 @@ class InFlightStores:
     """Number of stores that have begun so far."""
     _stores: dict[StoreId, Store] = field(default_factory=dict)
     _quarantine: dict[StoreId, _Quarantine] = field(default_factory=dict)
+    _per_tenant: Counter[bytes] = field(default_factory=Counter)
+    """Number of stores in flight and in quarantine, by the tag of the tenant."""
 
     def __len__(self) -> int:
         return len(self._stores)
@@ -133,7 +138,25 @@ class InFlightStores:
         store = Store(store_id, owner, rank, expires_at, blocks, request, now, number=self.begun)
         self.begun += 1
         self._stores[store.id] = store
+        self._count(owner.engine, 1)
         return store
+
+    def extended(self, store_id: StoreId | None, engine: EngineKey) -> Store | None:
+        """Returns the store that a call extends; None for a new store. Raises like `get`.
+
+        Raises LimitExceeded for a new store if the tenant of the engine has too many.
+        """
+        if store_id is not None:
+            return self.get(store_id, engine)
+        if self._per_tenant.get(tenant_of(engine[0]), 0) >= MAX_STORES:
+            raise LimitExceeded(f"the tenant has {MAX_STORES} stores that are not completed")
+        return None
+
+    def _count(self, engine: EngineKey, change: int) -> None:
+        tenant = tenant_of(engine[0])
+        self._per_tenant[tenant] += change
+        if not self._per_tenant[tenant]:
+            del self._per_tenant[tenant]
 
     def get(self, store_id: StoreId, engine: EngineKey) -> Store:
         store = self._stores.get(store_id)
@@ -149,10 +172,12 @@ class InFlightStores:
     def end(self, store: Store) -> None:
         """Removes a store; the caller must then release the store's pins and slots."""
         del self._stores[store.id]
+        self._count(store.owner.engine, -1)
 
     def quarantine(self, store: Store, writers: set[int]) -> None:
         """Begins a quarantine, which lasts until all of these writer connections have ended."""
         self._quarantine[store.id] = _Quarantine([], 0, store.owner.engine, set(writers))
+        self._count(store.owner.engine, 1)
         self._lift_if_free(store.id)
 
     def add_to_quarantine(self, store: Store, offsets: list[int], nbytes: int) -> None:
@@ -191,7 +216,9 @@ class InFlightStores:
 
     def _lift_if_free(self, store_id: StoreId) -> None:
         if not self._quarantine[store_id].writers:
-            self.cpu_tier.release(self._quarantine.pop(store_id).offsets)
+            ended = self._quarantine.pop(store_id)
+            self._count(ended.engine, -1)
+            self.cpu_tier.release(ended.offsets)
 
 
 class StoreHandler:
@@ -238,9 +265,10 @@ class StoreHandler:
         """Grants slots. `more`: the next slice of the keys follows, which `extends` the store.
 
         Until the last slice the store pins all blocks of its keys, also those that need no slot.
+        Raises LimitExceeded if the tenant has too many stores.
         """
         rank = session.own_rank()
-        store = self.table.get(extends, session.engine) if extends is not None else None
+        store = self.table.extended(extends, session.engine)
         blocks = self._cpu_tier.find_or_add(session.namespace, keys)
         found = list(dict.fromkeys(blocks))
         for block in found:

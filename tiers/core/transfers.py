@@ -194,8 +194,10 @@ class TransferScheduler:
                     secondary.dropped += entry is None
                     request.incomplete += 1
                     continue
-                request.pending_stores += 1
-                secondary.pending_stores.setdefault((block.namespace, block.key), []).append(request)
+                waiting = secondary.pending_stores.setdefault((block.namespace, block.key), {})
+                if request not in waiting:
+                    request.pending_stores += 1
+                    waiting[request] = None
             secondary.use(blocks, request.user)
             self._advance(secondary)
 
@@ -400,7 +402,7 @@ class TransferScheduler:
 
     def _acknowledge(self, secondary: SecondaryTierState, name: Name, *, stored: bool) -> list[Request]:
         """Ends the pending stores of a block; returns the requests that waited for it."""
-        requests = secondary.pending_stores.pop(name, [])
+        requests = list(secondary.pending_stores.pop(name, ()))
         for request in requests:
             request.pending_stores -= 1
             request.incomplete += not stored

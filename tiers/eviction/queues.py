@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from operator import attrgetter
@@ -84,6 +84,13 @@ MAX_AT_ONCE = 1024
 
 _SLOTS_OF_TTL = 1024
 
+KEPT_QUEUES = 64
+"""Number of queues up to which empty ones stay, with what their policies have learned."""
+
+MAX_REQUESTS = 16_384
+"""Limit of requests with known queues, about 300 bytes each. Beyond it, the oldest one counts as
+finished. The policies keep at most 1,024 requests each."""
+
 
 class QueueItem(Item, Protocol):
     """An item of an eviction queue. Compared by identity."""
@@ -133,6 +140,10 @@ class EvictionQueue(Generic[L]):
         """Returns a demoted item, or an item with the earliest last use; None if there are none."""
         return next(iter(self.demoted)) if self.demoted else self.policy.oldest()
 
+    @property
+    def is_empty(self) -> bool:
+        return not self.demoted and not len(self.policy)
+
     def leave(self, item: L) -> None:
         """Removes an item from the eviction order; ignores unknown items."""
         if self.demoted and item in self.demoted:
@@ -156,6 +167,10 @@ class EvictionQueues(Generic[L]):
 
     An item enters its queue at its first use, and is known until the caller removes it. While it
     is retained or protected by a hold, it is in no queue.
+
+    Clients choose the size classes. Therefore empty queues are dropped if there are many, and the
+    end of a request costs only the queues that the request has used. An item may refer to a dropped
+    queue. When it enters its queue again, it moves to the current queue of its share and class.
     """
 
     def __init__(
@@ -169,7 +184,10 @@ class EvictionQueues(Generic[L]):
         self.not_retained = 0
         self._new_policy = new_policy
         self._queues: dict[tuple[TenantShare, int], EvictionQueue[L]] = {}
-        self._of_class: dict[int, list[EvictionQueue[L]]] = defaultdict(list)
+        self._of_class: dict[int, list[EvictionQueue[L]]] = {}
+        self._sweep_at = KEPT_QUEUES
+        self._used_by: OrderedDict[Hashable, dict[EvictionQueue[L], None]] = OrderedDict()
+        """The queues that each unfinished request has used, oldest request first."""
         self._retained = ExpiryWheel[L]()
         self._protected: set[L] = set()
         self._unused = ExpiryWheel[L](1.0 if ttl is None else max(1.0, ttl / _SLOTS_OF_TTL))
@@ -177,17 +195,39 @@ class EvictionQueues(Generic[L]):
     def queue_for(self, namespace: NamespaceId, size_class: int = 0) -> EvictionQueue[L]:
         share = self.shares.of(namespace)
         queue = self._queues.get((share, size_class))
-        if queue is None:
-            queue = self._queues[share, size_class] = EvictionQueue(share, size_class, self._new_policy())
-            self._of_class[size_class].append(queue)
+        return queue or self._register(EvictionQueue(share, size_class, self._new_policy()))
+
+    def _register(self, queue: EvictionQueue[L]) -> EvictionQueue[L]:
+        if len(self._queues) >= self._sweep_at:
+            self._drop_empty()
+        self._queues[queue.share, queue.size_class] = queue
+        self._of_class.setdefault(queue.size_class, []).append(queue)
         return queue
+
+    def _drop_empty(self) -> None:
+        for name in [name for name, queue in self._queues.items() if queue.is_empty]:
+            queue = self._queues.pop(name)
+            queue.victim_buffer.clear()
+            same_class = self._of_class[queue.size_class]
+            same_class.remove(queue)
+            if not same_class:
+                del self._of_class[queue.size_class]
+        self._sweep_at = 2 * len(self._queues) + KEPT_QUEUES
+
+    def _current(self, queue: EvictionQueue[L], items: Iterable[L]) -> EvictionQueue[L]:
+        """Returns the queue that items of a queue enter, and moves them if theirs was dropped."""
+        current = self._queues.get((queue.share, queue.size_class)) or self._register(queue)
+        if current is not queue:
+            for item in items:
+                item.queue = current
+        return current
 
     def all(self) -> Collection[EvictionQueue[L]]:
         return self._queues.values()
 
     def of_class(self, size_class: int) -> Sequence[EvictionQueue[L]]:
         """Returns the queues of one size class, at most one per share."""
-        return self._of_class[size_class]
+        return self._of_class.get(size_class, ())
 
     def use(self, items: Sequence[L], request: Hashable, retain_until: float = 0.0) -> int:
         """Records a use of distinct items, in chain order (first block of the prompt first).
@@ -205,7 +245,7 @@ class EvictionQueues(Generic[L]):
         return len(items) if retain_until > self.now else 0
 
     def finish(self, request: Hashable) -> None:
-        for queue in self._queues.values():
+        for queue in self._used_by.pop(request, ()):
             queue.policy.finish(request)
 
     def remove(self, item: L) -> None:
@@ -249,6 +289,8 @@ class EvictionQueues(Generic[L]):
         """Returns up to `MAX_AT_ONCE` expired items, which the caller must remove or postpone."""
         self.now = now
         self.end_retention()
+        if len(self._queues) > KEPT_QUEUES:
+            self._drop_empty()
         return [] if self.ttl is None else self._unused.take(self.now, MAX_AT_ONCE)
 
     @property
@@ -280,12 +322,23 @@ class EvictionQueues(Generic[L]):
     def _tell_policies(self, items: Sequence[L], request: Hashable) -> None:
         if self._protected:
             items = [item for item in items if item not in self._protected]
-        for queue, mine in by_queue(items):
+        for named, mine in by_queue(items):
+            queue = self._current(named, mine)
             queue.victim_buffer.clear()
             if queue.demoted:
                 for item in mine:
                     queue.demoted.pop(item, None)
+            if request is not None:
+                self._record_use(request, queue)
             queue.policy.use(mine, request, self.now)
+
+    def _record_use(self, request: Hashable, queue: EvictionQueue[L]) -> None:
+        used = self._used_by.get(request)
+        if used is None:
+            if len(self._used_by) >= MAX_REQUESTS:
+                self.finish(next(iter(self._used_by)))
+            used = self._used_by[request] = {}
+        used[queue] = None
 
     def retain(self, items: Iterable[L], until: float) -> list[L]:
         """Retains items at least until `until`; returns the items beyond the retention budget."""
@@ -327,8 +380,9 @@ class EvictionQueues(Generic[L]):
         if item.retained or item in self._protected:
             return False
         item.queue.leave(item)
-        item.queue.victim_buffer.clear()
-        item.queue.demoted[item] = None
+        queue = self._current(item.queue, [item])
+        queue.victim_buffer.clear()
+        queue.demoted[item] = None
         return True
 
     def _charge(self, item: L) -> bool:

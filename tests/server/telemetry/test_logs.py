@@ -18,7 +18,7 @@ import pytest
 import structlog
 
 from kvtier.server.config.schema import LogConfig
-from kvtier.server.telemetry import logs
+from kvtier.server.telemetry import line_limit, logs
 
 
 @pytest.fixture(autouse=True)
@@ -131,8 +131,9 @@ class _Stalled(io.StringIO):
         return super().write(text)
 
 
-def test_a_stalled_reader_drops_lines() -> None:
+def test_a_stalled_reader_drops_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writers do not wait; the number of lost lines follows when the reader continues."""
+    monkeypatch.setattr("kvtier.server.telemetry.line_limit._LINES", 1 << 20)
     stream = _Stalled()
     logs.configure(LogConfig(), stream)
     log = logs.get_logger("kvtier.x")
@@ -153,7 +154,7 @@ def test_lines_before_the_exit_are_written() -> None:
     code = (
         "from kvtier.server.telemetry import logs; from kvtier.server.config.schema import LogConfig\n"
         "logs.configure(LogConfig()); log = logs.get_logger('x')\n"
-        "for _ in range(500): log.info('line')\n"
+        "for number in range(500): log.info(f'line {number}')\n"
         "raise ValueError('end')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
@@ -166,8 +167,9 @@ def test_an_unread_pipe_does_not_block_the_process() -> None:
     """The process continues, and ends."""
     code = (
         "from kvtier.server.telemetry import logs; from kvtier.server.config.schema import LogConfig\n"
+        "from kvtier.server.telemetry import line_limit; line_limit._MAX_KINDS = 1 << 20\n"
         "logs.configure(LogConfig()); log = logs.get_logger('x')\n"
-        "for _ in range(20000): log.info('x' * 100)\n"
+        "for number in range(20000): log.info(f'{number} ' + 'x' * 100)\n"
         "print('done', flush=True)"
     )
     reading, writing = os.pipe()
@@ -203,3 +205,49 @@ def test_json_lines_have_the_exact_names() -> None:
     [line] = lines_of(stream)
     assert line["client"] == name
     assert stream.getvalue().isascii()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_equal_lines_have_a_limit(monkeypatch: pytest.MonkeyPatch, *, plain: bool) -> None:
+    """A peer that repeats a failure writes few lines. The next line has the number of the others."""
+    now = [5.0]
+    monkeypatch.setattr(line_limit.LineLimit.__init__, "__defaults__", (lambda: now[0],))
+    stream = io.StringIO()
+    logs.configure(LogConfig(), stream)
+    for number in range(10_000):
+        if plain:
+            logging.getLogger("kvtier.y").warning("cannot serve a connection: %s", number)
+        else:
+            logs.get_logger("kvtier.y").warning("attach refused", error=f"{number}")
+    logs.get_logger("kvtier.y").warning("another event")
+    assert len(lines_of(stream)) == line_limit._LINES + 1
+    now[0] += 2 * line_limit._SECONDS
+    if plain:
+        logging.getLogger("kvtier.y").warning("cannot serve a connection: %s", "last")
+    else:
+        logs.get_logger("kvtier.y").warning("attach refused", error="last")
+    last = lines_of(stream)[-1]
+    left_out = 10_000 - line_limit._LINES
+    assert (f"({left_out} such lines were left out)" in last["event"]) if plain else last["left_out"] == left_out
+
+
+def test_lines_of_many_kinds_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer with many addresses gets no line for each of them, and takes bounded memory."""
+    monkeypatch.setattr(line_limit, "_MAX_KINDS", 4)
+    now = [5.0]
+    limit = line_limit.LineLimit(1, 10.0, lambda: now[0])
+    assert sum(limit.admit(f"address {number}") is not None for number in range(1000)) == 5
+    now[0] += 10
+    assert limit.admit("address 2000") is not None
+    assert len(limit._kinds) <= 5
+
+
+def test_lines_of_a_child_process_have_a_limit() -> None:
+    """The processes for streams, events and devices write them to standard error."""
+    code = (
+        "import logging, socket; from kvtier.server.process.child_main import connect\n"
+        "mine, other = socket.socketpair(); connect(mine.detach()); log = logging.getLogger('kvtier.z')\n"
+        "for number in range(10_000): log.warning('cannot accept a connection: %s', number)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert 0 < len(done.stderr.splitlines()) <= line_limit._LINES + 60

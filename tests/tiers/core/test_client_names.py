@@ -50,7 +50,7 @@ def test_namespaces_without_blocks_are_forgotten(visit: Callable[[Rig, int], Non
     assert len(catalog._entries) < 2 * KEPT_EMPTY
     assert len(catalog._queue_of) < 2 * KEPT_EMPTY
     assert not rig.core._requests._requests
-    assert not rig.core._requests._unfinished
+    assert not rig.core._requests._open
 
 
 def test_tenants_share_no_limit_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:

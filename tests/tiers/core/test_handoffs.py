@@ -9,7 +9,7 @@ from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.core.commands import HoldChanged, LoadFromTier, StoreInTier
 from kvtier.tiers.core.handoffs import EXPIRY_MARGIN_SECONDS
 from kvtier.tiers.core.holds import Hold
-from kvtier.tiers.core.leases import LEASE_COST
+from kvtier.tiers.core.leases import LEASE_COST, PENDING_COST
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, InvalidItem, InvalidKey, LimitExceeded, NotReady
@@ -316,7 +316,7 @@ def test_holds_of_a_tenant_have_a_limit() -> None:
 
 def test_keys_of_holds_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each hold of a long shared prefix needs memory of its own."""
-    monkeypatch.setattr("kvtier.tiers.core.handoffs.MAX_HELD_ITEMS", 4)
+    monkeypatch.setattr("kvtier.tiers.core.handoffs.MAX_HELD_ITEMS", 4 * (1 + PENDING_COST))
     rig = HoldRig()
     rig.publish(keys(0, 1), "a")
     rig.publish(keys(0, 1), "b")
