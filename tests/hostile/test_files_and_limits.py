@@ -57,13 +57,17 @@ def refused_line(server: ServerProcess, code: int, *, prefix: tuple[str, ...] = 
 
 
 class TestFilesAtTheStart:
-    @pytest.mark.parametrize("name", ["kvtier.toml", "tokens.toml", "server.pem", "server.key"])
+    @pytest.mark.parametrize("name", ["kvtier.toml", "tokens.toml", "server.pem", "server.key", "readers.toml"])
     @pytest.mark.parametrize("attack", ["mode", "owner", "directory", "link"])
     def test_a_file_that_another_user_can_change(self, tmp_path: Path, name: str, attack: str) -> None:
         if attack in ("owner", "link") and os.geteuid():
             pytest.skip("only root can act as another user")
-        made = make_site(tmp_path)
         file = tmp_path / name
+        events = ""
+        if name == "readers.toml":
+            file.touch(0o600)
+            events = f'[events]\npublish = "tcp://127.0.0.1:1"\nkeys = "{file}"\n'
+        made = make_site(tmp_path, config=events)
         if attack == "mode":
             file.chmod(0o666)
         elif attack == "owner":
