@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from ...protos.endpoint import parse_endpoint
+from ...protos.endpoint import network_of, parse_endpoint
 from .status_page import SECURITY_HEADERS, StatusPage
 
 __all__ = ["BoundedHTTPServer", "MetricsServer", "MetricsServerError", "OnceASecond", "on_loop"]
@@ -65,7 +65,7 @@ class _Pace:
 class BoundedHTTPServer(ThreadingHTTPServer):
     """HTTP server with at most 64 connections, each for at most 30 s.
 
-    If 64 connections are open, the server closes the oldest one of the address with most of them
+    If 64 connections are open, the server closes the oldest one of the network with most of them
     when it accepts a new one. So health probes can always connect.
     """
 
@@ -87,7 +87,7 @@ class BoundedHTTPServer(ThreadingHTTPServer):
                 ((fullest, _),) = Counter(address for address, _ in self._deadlines.values()).most_common(1)
                 oldest = next(each for each, (address, _) in self._deadlines.items() if address == fullest)
                 del self._deadlines[oldest]
-            self._deadlines[request] = client_address[0], time.monotonic() + _CONNECTION_SECONDS
+            self._deadlines[request] = network_of(client_address[0]), time.monotonic() + _CONNECTION_SECONDS
         if oldest is not None:
             _shut_down(oldest)
         super().process_request(request, client_address)
