@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,7 @@ class Room:
     """What the kernel permits. None: no limit."""
 
     descriptors: int
+    """`sys.maxsize`: no limit."""
     threads: int
     """Threads that could be started now, at most as many as were tried."""
     address_bytes: int | None
@@ -94,7 +96,7 @@ def room(threads: int, *, fork: bool) -> Room:
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     pages, *_, data_pages, _ = map(int, Path("/proc/self/statm").read_text().split())
     return Room(
-        descriptors=descriptors,
+        descriptors=sys.maxsize if descriptors == resource.RLIM_INFINITY else descriptors,
         threads=_startable_in_child(threads) if fork else _startable(threads),
         address_bytes=_left(resource.RLIMIT_AS, pages * resource.getpagesize()),
         data_bytes=_left(resource.RLIMIT_DATA, data_pages * resource.getpagesize()),
