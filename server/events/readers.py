@@ -205,6 +205,7 @@ async def _serve(channel: Channel, listeners: list[tuple[int, type[Connection]]]
             loop.call_soon_threadsafe(handle, header, body)
         loop.call_soon_threadsafe(ended.set)
 
+    handle(setup, b"")
     for descriptor, kind in listeners:
         server.listen(socket.socket(fileno=descriptor), kind)
     threading.Thread(target=receive, name="kvtier-messages", daemon=True).start()
