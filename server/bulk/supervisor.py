@@ -84,8 +84,8 @@ class BulkProcess:
             answers = self._answers
             self._send(Ping())
             try:
-                # Not `gather`: a cancelled call would leave an exception that nothing retrieves. Not
-                # `asyncio.timeout`: a call over a socket may run outside of a task.
+                # Not `gather`: a cancelled call would leave an exception that nothing retrieves.
+                # Not `asyncio.timeout`: a call over a socket may run outside of a task.
                 await asyncio.wait_for(_wait_for_all(events), _ROUND_SECONDS)
             except TimeoutError:
                 silent = silent + 1 if self._answers == answers else 0

@@ -124,8 +124,8 @@ class EventPublisher:
     async def _switch(self, name: _TopicName, topic: Topic, unsent: Counter[bytes], *, is_wanted: bool) -> None:
         """Begins or ends a topic: all blocks that are held are stored or removed.
 
-        Leaves it as it is if the tenant's topics have much to publish (`unsent`: blocks per tenant).
-        The next look tries again.
+        Leaves it as it is if the tenant's topics have much to publish. The next look tries again.
+        `unsent`: blocks per tenant.
         """
         await pause()  # 500 topics at once took 0.2 s of the event loop
         tenant = event_scope(name[1])

@@ -346,7 +346,7 @@ class SessionRegistry:
             self._drop_connections(session.core.tenant, 1)
 
     def _take_connection(self, tenant: str) -> str:
-        """Counts a connection of a tenant, which it returns. Raises `Refused` if there are too many."""
+        """Counts a connection; returns its tenant. Raises `Refused` if there are too many."""
         if self._connections[tenant] >= self._max_connections - self._connections.total():
             raise Refused(
                 "LIMIT_EXCEEDED", "the tenant or the server has too many connections for calls and the region"

@@ -120,7 +120,7 @@ def test_a_further_group_of_the_process_may_write(
     monkeypatch: pytest.MonkeyPatch,
     is_own: bool,  # noqa: FBT001
 ) -> None:
-    """Kubernetes gives a volume to the group `fsGroup`, which is a further group of the container."""
+    """Kubernetes gives a volume to `fsGroup`, which is a further group of the container."""
     os.chown(file.parent, 0, FOREIGN)
     file.parent.chmod(0o2775)
     monkeypatch.setattr(os, "getgroups", lambda: [FOREIGN] if is_own else [])
