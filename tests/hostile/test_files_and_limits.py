@@ -225,7 +225,7 @@ class TestLimits:
 
     @pytest.mark.parametrize(
         ("limit", "name"),
-        [("as=250000000", "RLIMIT_AS"), ("data=60000000", "RLIMIT_DATA"), ("stack=262144", "RLIMIT_STACK")],
+        [("as=150000000", "RLIMIT_AS"), ("data=60000000", "RLIMIT_DATA"), ("stack=262144", "RLIMIT_STACK")],
     )
     def test_too_little_memory(self, server: ServerProcess, limit: str, name: str) -> None:
         assert name in refused_line(server, 1, prefix=limited(f"--{limit}"))
