@@ -1,4 +1,4 @@
-"""Endpoints: text form, parser and default of the server's address.
+"""Endpoints: text form, parser and default of the server's address; networks of peers.
 
 An endpoint is `unix:PATH` or `HOST:PORT`. The default for server and clients is
 `$XDG_RUNTIME_DIR/kvtier/kvtier.sock`, or `/tmp/kvtier-<uid>/kvtier.sock` if that variable is not
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,12 @@ __all__ = [
     "EndpointError",
     "client_endpoint",
     "default_endpoint",
+    "network_of",
     "parse_endpoint",
 ]
+
+_IPV6_NETWORK_BYTES = 8
+_IPV4_MAPPED = bytes(10) + b"\xff\xff"
 
 ENDPOINT_VARIABLE = "KVTIER_ENDPOINT"
 """Environment variable with the server's endpoint, for clients."""
@@ -139,6 +144,17 @@ def _socket_path(text: str) -> str:
     if (length := len(os.fsencode(path))) > MAX_SOCKET_PATH_BYTES:
         raise EndpointError(f"{text!r}: the path must have at most {MAX_SOCKET_PATH_BYTES} bytes; it has {length}")
     return path
+
+
+def network_of(address: str) -> str:
+    """Returns what a peer's address counts as: for IPv6 its /64, of which one host may have all."""
+    try:
+        packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
+    except OSError:  # IPv4, or not an IP address
+        return address
+    if packed.startswith(_IPV4_MAPPED):
+        return socket.inet_ntop(socket.AF_INET, packed[-4:])
+    return socket.inet_ntop(socket.AF_INET6, packed[:_IPV6_NETWORK_BYTES] + bytes(8)) + "/64"
 
 
 def _host(host: str, text: str) -> str:

@@ -136,7 +136,8 @@ def _writers(place: str, status: os.stat_result) -> str:
     if _has_access_list(place):
         return "users of its access list"
     group = status.st_gid
-    if group == 0 or (group == os.getegid() and _is_private(group)):
+    # A further group of the process is for example that of a volume in Kubernetes (fsGroup).
+    if group == 0 or (group in {os.getegid(), *os.getgroups()} and _is_private(group)):
         return ""
     return f"group {group}"
 

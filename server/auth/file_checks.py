@@ -85,6 +85,7 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
         "tls.key": config.tls.key,
         "tls.client_ca": config.tls.client_ca,
         "auth.tokens": config.auth.tokens,
+        "events.keys": config.events.keys,
     }
     if peers.servers:
         ca = None if peers.ca in (None, "system") else Path(peers.ca).expanduser()

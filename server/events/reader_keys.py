@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...protos.trusted_files import open_trusted
 from ..auth.tokens import ANY_TENANT, explain_problem, file_version
 from ..config.tenants import tenant_tag
 from ..telemetry.logs import get_logger
@@ -54,6 +55,8 @@ class ReaderKeyFile:
         _require_curve(path)
         self._path = path
         self._version = file_version(path)
+        self._refusal = ""
+        """Error of the last reading, which is logged once."""
         self.secret, self._readers = _read(path)
 
     def readers(self) -> Mapping[bytes, bytes | None]:
@@ -64,8 +67,12 @@ class ReaderKeyFile:
             try:
                 secret, self._readers = _read(self._path)
             except PublisherError as error:
-                _log.error("the keys of readers cannot be read; the previous keys stay in use", error=str(error))
+                if str(error) != self._refusal:
+                    _log.error("the keys of readers cannot be read; the previous keys stay in use", error=str(error))
+                self._refusal = str(error)
+                self._version = ()  # read again, because a directory's mode may be the fault
             else:
+                self._refusal = ""
                 _log.info("keys of readers read again", readers=len(self._readers))
                 if secret != self.secret:
                     _log.warning("the publisher uses its new secret key after a restart", path=str(self._path))
@@ -81,7 +88,7 @@ def _require_curve(path: Path) -> None:
 
 def _read(path: Path) -> tuple[bytes, Mapping[bytes, bytes | None]]:
     try:
-        with path.open("rb") as file:
+        with open_trusted(path) as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             text = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:

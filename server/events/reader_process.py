@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from ...tiers.base import NamespaceId
@@ -99,6 +99,8 @@ class ReaderProcess:
             "buffers": 1 if self._keys is None else 1 + MAX_TENANTS,
             "max_readers": self._config.max_readers,
             "secret": "" if self._keys is None else self._keys.secret.hex(),
+            # Before the process listens, because it would refuse readers.
+            "keys": {} if self._keys is None else _as_text(self._keys.readers()),
         }
 
     async def _send_keys(self, child: Child) -> None:
@@ -108,9 +110,13 @@ class ReaderProcess:
             readers = self._keys.readers()
             if readers != known:
                 known = readers
-                child.send({"keys": {key.hex(): scope and scope.hex() for key, scope in readers.items()}})
+                child.send({"keys": _as_text(readers)})
             await asyncio.sleep(_KEYS_SECONDS)
 
     def _take(self, _header: dict[str, Any], _body: bytes) -> None:
         self._untaken -= 1
         self._room.set()
+
+
+def _as_text(readers: Mapping[bytes, bytes | None]) -> dict[str, str | None]:
+    return {key.hex(): None if scope is None else scope.hex() for key, scope in readers.items()}

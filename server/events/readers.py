@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
+from ...protos.endpoint import network_of
 from ..process.child_main import Channel, connect
 from .reader_connection import Connection, ReplayConnection, SubscriberConnection
 from .reader_sockets import SEND_BUFFER_BYTES
@@ -43,7 +44,6 @@ _OTHER_BYTES = 256 << 20
 _READER_BYTES = 2 << 20
 """What a reader may hold: the message that it gets, of at most 1 MiB, and an encrypted copy."""
 _NICE = 5
-_IPV6_NETWORK_BYTES = 8
 
 
 class ReaderServer:
@@ -136,7 +136,8 @@ class ReaderServer:
                 return
             accepted.setblocking(False)
             accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-            connection = kind(self, accepted, _address_of(listener, where), self._messages[None])
+            address = "" if listener.family == socket.AF_UNIX else network_of(where[0])
+            connection = kind(self, accepted, address, self._messages[None])
             self._begin(connection, is_tcp=listener.family != socket.AF_UNIX)
 
     def _begin(self, connection: Connection, *, is_tcp: bool) -> None:
@@ -172,18 +173,6 @@ def _close_one(connections: list[Connection]) -> None:
         min(idle, key=lambda each: each.active_at).close("others need its place")
 
 
-def _address_of(listener: socket.socket, where: Any) -> str:
-    """Returns the address whose connections count together; empty for a Unix socket."""
-    if listener.family == socket.AF_UNIX:
-        return ""
-    if listener.family != socket.AF_INET6:
-        return str(where[0])
-    packed = socket.inet_pton(socket.AF_INET6, where[0].partition("%")[0])
-    if packed.startswith(bytes(10) + b"\xff\xff"):
-        return socket.inet_ntop(socket.AF_INET, packed[-4:])
-    return socket.inet_ntop(socket.AF_INET6, packed[:_IPV6_NETWORK_BYTES] + bytes(8)) + "/64"
-
-
 def _limit_resources(max_readers: int, max_bytes: int) -> None:
     descriptors = _OTHER_DESCRIPTORS + _MAX_NEW + 2 * max_readers
     limits = {
@@ -216,6 +205,7 @@ async def _serve(channel: Channel, listeners: list[tuple[int, type[Connection]]]
             loop.call_soon_threadsafe(handle, header, body)
         loop.call_soon_threadsafe(ended.set)
 
+    handle(setup, b"")
     for descriptor, kind in listeners:
         server.listen(socket.socket(fileno=descriptor), kind)
     threading.Thread(target=receive, name="kvtier-messages", daemon=True).start()

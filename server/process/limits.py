@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ __all__ = ["Needs", "Room", "limit_findings", "needs_of", "raise_soft_limits", "
 
 _PIDS_LIMIT = Path("/sys/fs/cgroup/pids.max")
 _PROBE_STACK_BYTES = 256 * KIB
+_PROBE_SECONDS = 20
 _USUAL_STACK_BYTES = 8 * MIB
 _LEAST_STACK_BYTES = 512 * KIB
 """Stack of a thread. With 64 KiB the interpreter crashes."""
@@ -48,6 +51,7 @@ class Room:
     """What the kernel permits. None: no limit."""
 
     descriptors: int
+    """`sys.maxsize`: no limit."""
     threads: int
     """Threads that could be started now, at most as many as were tried."""
     address_bytes: int | None
@@ -94,7 +98,7 @@ def room(threads: int, *, fork: bool) -> Room:
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     pages, *_, data_pages, _ = map(int, Path("/proc/self/statm").read_text().split())
     return Room(
-        descriptors=descriptors,
+        descriptors=sys.maxsize if descriptors == resource.RLIM_INFINITY else descriptors,
         threads=_startable_in_child(threads) if fork else _startable(threads),
         address_bytes=_left(resource.RLIMIT_AS, pages * resource.getpagesize()),
         data_bytes=_left(resource.RLIMIT_DATA, data_pages * resource.getpagesize()),
@@ -142,22 +146,28 @@ def limit_findings(needs: Needs, found: Room) -> tuple[list[str], list[str]]:
 
 def _startable(most: int) -> int:
     """Returns how many threads could be started."""
-    end = threading.Event()
+    end = threading.Lock()  # not an event, whose `wait` needs memory
+    end.acquire()
     started: list[threading.Thread] = []
     before = threading.stack_size(_PROBE_STACK_BYTES)
     try:
         for _ in range(most):
-            thread = threading.Thread(target=end.wait, name="kvtier-probe", daemon=True)
+            thread = threading.Thread(target=_wait, args=(end,), name="kvtier-probe", daemon=True)
             thread.start()
             started.append(thread)
     except (RuntimeError, MemoryError):
         pass
     finally:
         threading.stack_size(before)
-        end.set()
+        end.release()
         for thread in started:
             thread.join()
     return len(started)
+
+
+def _wait(end: threading.Lock) -> None:
+    with end:
+        pass
 
 
 def _startable_in_child(most: int) -> int:
@@ -169,6 +179,7 @@ def _startable_in_child(most: int) -> int:
         os.close(writer)
         return 0
     if not pid:
+        signal.alarm(_PROBE_SECONDS)  # `start` waits for ever for a thread without memory
         try:
             os.write(writer, b"%d" % _startable(most))
         finally:

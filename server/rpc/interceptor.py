@@ -8,10 +8,12 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from ...protos.endpoint import network_of
 from ...protos.error_reasons import STATUS_OF, error_details
 from ...tiers.errors import CoreError
 from ..auth.audit_log import AuditLog
@@ -267,9 +269,13 @@ def _caller_of(context: grpc.aio.ServicerContext) -> GrpcCaller:
 
 
 def _address_of(context: grpc.aio.ServicerContext) -> str:
-    """Returns the address of a caller without its port, such as "ipv4:127.0.0.1"."""
+    """Returns the network of a caller, such as "127.0.0.1"; "unix:" for the Unix socket."""
     peer: str = context.peer() or ""
-    return peer.rpartition(":")[0] if peer.startswith("ip") else peer
+    if not peer.startswith("ip"):
+        return peer
+    # gRPC writes "ipv4:127.0.0.1:1" and "ipv6:%5B::1%5D:1".
+    address = unquote(peer).partition(":")[2].rpartition(":")[0]
+    return network_of(address.strip("[]"))
 
 
 async def _send(context: grpc.aio.ServicerContext, answer: Any) -> None:

@@ -10,6 +10,8 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
+from ...protos.endpoint import network_of
+
 __all__ = ["NewConnections"]
 
 _MAX_CONNECTIONS = 64
@@ -33,7 +35,7 @@ class NewConnections:
     @contextlib.contextmanager
     def counting(self, address: str, end: Callable[[], object]) -> Iterator[None]:
         """Counts a connection until its hello is accepted. Any thread may call `end`."""
-        key = object()
+        key, address = object(), network_of(address)
         with self._lock:
             endings = self._make_room(address)
             self._by_address.setdefault(address, {})[key] = end

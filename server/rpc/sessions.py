@@ -102,7 +102,9 @@ class SessionRegistry:
         """Number of sessions per tenant, of callers whose credentials determine the tenant."""
         self._max_connections = min(_MAX_ALL_CONNECTIONS, max_descriptors() // 4)
         self._connections: Counter[str] = Counter()
-        """Number of connections for calls per tenant."""
+        """Number of connections for calls and for the region per tenant."""
+        self._attached: dict[int, str] = {}
+        """Tenant of each connection for the region. These can outlive their session."""
 
     @property
     def draining(self) -> bool:
@@ -301,6 +303,7 @@ class SessionRegistry:
             return False
         if len(session.attachments) >= _MAX_CONNECTIONS:
             raise Refused("LIMIT_EXCEEDED", f"the session has {_MAX_CONNECTIONS} connections for the region")
+        self._attached[connection] = self._take_connection(session.core.tenant)
         session.attachments.add(connection)
         session.core.unmapped_from = math.inf
         self._runtime.core.writer_attached(session_id, connection)
@@ -308,6 +311,9 @@ class SessionRegistry:
 
     def detach(self, session_id: bytes, connection: int) -> None:
         """Records the end of a connection that maps the region."""
+        tenant = self._attached.pop(connection, None)
+        if tenant is not None:
+            self._drop_connections(tenant, 1)
         session = self._sessions.get(session_id)
         if session is not None:
             session.attachments.discard(connection)
@@ -325,11 +331,8 @@ class SessionRegistry:
             raise Refused("UNKNOWN_SESSION", "the session has ended, or belongs to another run of the server")
         if len(session.disconnects) >= _MAX_CONNECTIONS:
             raise Refused("LIMIT_EXCEEDED", f"the session has {_MAX_CONNECTIONS} connections for calls")
-        tenant = session.core.tenant
-        if self._connections[tenant] >= self._max_connections - self._connections.total():
-            raise Refused("LIMIT_EXCEEDED", "the tenant or the server has too many connections for calls")
+        self._take_connection(session.core.tenant)
         session.disconnects.add(disconnect)
-        self._connections[tenant] += 1
         if via_tcp:
             session.transport = "tcp"  # a client that calls over TCP also streams over TCP
         return session.identity
@@ -340,6 +343,15 @@ class SessionRegistry:
         if session is not None and disconnect in session.disconnects:
             session.disconnects.discard(disconnect)
             self._drop_connections(session.core.tenant, 1)
+
+    def _take_connection(self, tenant: str) -> str:
+        """Counts a connection; returns its tenant. Raises `Refused` if there are too many."""
+        if self._connections[tenant] >= self._max_connections - self._connections.total():
+            raise Refused(
+                "LIMIT_EXCEEDED", "the tenant or the server has too many connections for calls and the region"
+            )
+        self._connections[tenant] += 1
+        return tenant
 
     def _drop_connections(self, tenant: str, number: int) -> None:
         self._connections[tenant] -= number

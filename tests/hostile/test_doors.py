@@ -16,7 +16,7 @@ from harness.auth_site import KEYS, PART, Site, connected, make_site, status_of
 from harness.bulk import tls_route
 from harness.payloads import assert_serves, namespace_of, payload
 from harness.polling import wait_until
-from harness.raw import RawSession, RawSocket, refusal_of
+from harness.raw import RawSession, RawSocket, hello_of, refusal_of
 from harness.server_process import MIB, ServerProcess
 from harness.unfinished_grpc import UnfinishedCalls
 
@@ -242,4 +242,25 @@ def test_connections_over_tcp_leave_descriptors_to_others(tmp_path: Path) -> Non
             client.store(KEYS, [payload(key, PART) for key in KEYS])
             assert_serves(client, KEYS)
         wait_until(lambda: 60 < server.descriptors() < 300)
+        assert "Too many open files" not in server.log
+
+
+def test_connections_for_the_region_leave_descriptors_to_others(tmp_path: Path) -> None:
+    """An engine keeps the connections of its ended sessions, so the server must count them."""
+    server = ServerProcess(tmp_path, region=16 * MIB, lmdb=16 * MIB, prefix=["prlimit", "--nofile=400:400"])
+    with server.start(), contextlib.ExitStack() as opened:
+        for number in range(12):
+            with RawSession(server.endpoint, namespace_of(PART, tenant="acme"), engine_id=f"{number}") as session:
+                for _ in range(64):
+                    region = opened.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX)))
+                    region.settimeout(20)
+                    region.connect(f"{server.path}.shm")
+                    region.sendall(hello_of(session.ref, Purpose.REGION))
+                    assert region.recv(1000), "neither served nor refused"
+        assert server.descriptors() < 300
+        with Client(server.endpoint, namespace=namespace_of(PART, tenant="zeta")) as client:
+            client.wait_until_connected(60)
+            assert client.transport == "shm"
+            client.store(KEYS, [payload(key, PART) for key in KEYS])
+            assert_serves(client, KEYS)
         assert "Too many open files" not in server.log

@@ -13,6 +13,7 @@ from kvtier.protos.endpoint import (
     EndpointError,
     client_endpoint,
     default_endpoint,
+    network_of,
     parse_endpoint,
 )
 
@@ -106,3 +107,17 @@ def test_client_endpoint() -> None:
     assert client_endpoint(None, environ | {"KVTIER_ENDPOINT": ""}) == default_endpoint(environ)
     with pytest.raises(EndpointError, match="KVTIER_ENDPOINT: "):
         client_endpoint(None, {"KVTIER_ENDPOINT": "nonsense"})
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("fd00:1:2:3:4::1", "fd00:1:2:3::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("4711", "4711"),
+    ],
+)
+def test_networks(address: str, network: str) -> None:
+    assert network_of(address) == network

@@ -113,6 +113,23 @@ def test_the_own_group_may_write_if_it_has_no_other_members(
         assert read_trusted(file) == b"content"
 
 
+@root_only
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_further_group_of_the_process_may_write(
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_own: bool,  # noqa: FBT001
+) -> None:
+    """Kubernetes gives a volume to `fsGroup`, which is a further group of the container."""
+    os.chown(file.parent, 0, FOREIGN)
+    file.parent.chmod(0o2775)
+    monkeypatch.setattr(os, "getgroups", lambda: [FOREIGN] if is_own else [])
+    if is_own:
+        assert read_trusted(file) == b"content"
+        monkeypatch.setattr(trusted_files, "_is_private", lambda _: False)
+    refusal(file)
+
+
 def test_a_user_of_an_access_list_may_not_write(file: Path) -> None:
     """The mode then shows the mask of the list as the rights of the group."""
     entries = [(1, 6, 0xFFFFFFFF), (2, 6, FOREIGN), (4, 4, 0xFFFFFFFF), (16, 6, 0xFFFFFFFF), (32, 0, 0xFFFFFFFF)]

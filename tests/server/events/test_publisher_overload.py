@@ -161,6 +161,26 @@ async def test_lost_events_change_only_what_is_different() -> None:
         assert max(site.readers.stored.values()) == 1
 
 
+async def test_many_topics_begin_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant opens sessions with many addresses at once. Other tasks run between the topics."""
+    turns = 0
+    begun: list[int] = []
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    monkeypatch.setattr(publisher_module._log, "info", lambda *_, **__: begun.append(turns))
+    async with publishing() as site:
+        counting = asyncio.create_task(count())
+        site.engines = [f"{number}:1" for number in range(64)]
+        await async_wait_until(lambda: len(begun) == 64)
+        counting.cancel()
+    assert len(set(begun)) == 64
+
+
 async def test_the_blocks_of_a_topic_that_ends_are_removed_first() -> None:
     """B6.10 For a reader that ignores topics, the new topic of an engine has the blocks again."""
     async with publishing() as site:

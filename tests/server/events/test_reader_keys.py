@@ -191,6 +191,24 @@ def test_a_key_file_that_cannot_be_used(tmp_path: Path, write: Callable[[Path], 
     assert SERVER[1] not in f"{error.value}"
 
 
+@pytest.mark.parametrize("attack", ["mode", "directory"])
+def test_a_planted_key_file_is_never_used(tmp_path: Path, attack: str) -> None:
+    """Neither at the start nor later. When only its owner can change it again, the file is read."""
+    path = tmp_path / "inner" / "keys.toml"
+    path.parent.mkdir(mode=0o755)
+    write_keys(path, (ACME[0], "acme"))
+    before = ReaderKeyFile(path)
+    known = before.readers()
+    write_keys(path, (STRANGER[0], "*"))
+    object_at_fault, mode, sound = (path, 0o620, 0o600) if attack == "mode" else (path.parent, 0o777, 0o755)
+    object_at_fault.chmod(mode)
+    with pytest.raises(PublisherError, match="chmod"):
+        ReaderKeyFile(path)
+    assert before.readers() == known
+    object_at_fault.chmod(sound)
+    assert before.readers() != known
+
+
 async def test_the_ipc_socket_is_the_owners(tmp_path: Path) -> None:
     """It has mode 0600 in a directory of mode 0700, and a second server cannot take it."""
     path = tmp_path / "new" / "pub"

@@ -22,6 +22,13 @@ def test_enough() -> None:
     assert limit_findings(NEEDS, ENOUGH) == ([], [])
 
 
+def test_unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RLIM_INFINITY is -1. Linux has no infinite limit of descriptors, but gVisor may have one."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    found = room(NEEDS.all_threads, fork=True)
+    assert limit_findings(NEEDS, dataclasses.replace(found, threads=NEEDS.all_threads)) == ([], [])
+
+
 @pytest.mark.parametrize(
     ("name", "least", "text"),
     [

@@ -53,3 +53,12 @@ def test_ended_connections_are_not_counted(connections: Connections) -> None:
     assert connections.counts() == {}
     connections.begin("10.0.0.1", "g")
     assert connections.ended == ["a", "b"]
+
+
+def test_the_addresses_of_one_ipv6_network_count_together(connections: Connections) -> None:
+    """A host that has a /64 cannot keep another one out by connecting from many addresses."""
+    connections.begin("10.0.0.1", "honest")
+    for number in range(100):
+        connections.begin(f"fd00::{number:x}", f"{number}")
+    assert "honest" not in connections.ended
+    assert connections.counts() == {"10.0.0.1": 1, "fd00::/64": 4}

@@ -130,8 +130,10 @@ def test_callers_without_a_token_have_their_address() -> None:
         context: Any = SimpleNamespace(peer=lambda: peer)
         return interceptor._address_of(context)
 
-    assert address("ipv4:10.0.0.1:5000") == address("ipv4:10.0.0.1:5001") == "ipv4:10.0.0.1"
-    assert address("ipv6:[::1]:5000") == "ipv6:[::1]"
+    assert address("ipv4:10.0.0.1:5000") == address("ipv4:10.0.0.1:5001") == "10.0.0.1"
+    assert address("ipv6:%5Bfd00::1:2%5D:5000") == address("ipv6:[fd00::7]:5001") == "fd00::/64"
+    assert address("ipv6:%5Bfe80::1%25eth0%5D:5000") == "fe80::/64"
+    assert address("ipv6:%5B::ffff:10.0.0.1%5D:5000") == "10.0.0.1"
     assert address("unix:") == "unix:"
 
 
