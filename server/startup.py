@@ -37,7 +37,7 @@ from ..tiers.base import TierError
 from .auth.authenticator import AccessControl, AccessError
 from .bulk.broker import BulkBroker
 from .bulk.supervisor import BulkProcess
-from .config.machine import max_descriptors
+from .config.machine import max_grpc_connections
 from .config.schema import Config
 from .config.tenants import quota_error_text, tier_settings
 from .devices.registry import DeviceRegistry, unavailable_reason
@@ -106,8 +106,6 @@ _SERVICES = [
         "AdminService",
     )
 ]
-_MAX_GRPC_CONNECTIONS = 4096
-"""An idle connection holds 17 KiB, with TLS 45 KiB."""
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
 _GRPC_OPTIONS = [
     ("grpc.max_send_message_length", -1),
@@ -294,19 +292,10 @@ def open_listeners(
         _log.warning("cancelled calls leave memory behind, because this version of grpcio is not known")
     options = [
         ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_allowed_incoming_connections", _max_grpc_connections(len(backend.config.endpoints))),
+        ("grpc.max_allowed_incoming_connections", max_grpc_connections(len(backend.config.endpoints))),
         *_GRPC_OPTIONS,
     ]
     return Listeners(grpc.aio.server(interceptors=[interceptor], options=options), socket_calls, attach, turns)
-
-
-def _max_grpc_connections(endpoints: int) -> int:
-    """Returns the limit of each endpoint, the Unix socket included.
-
-    gRPC closes further connections when it accepts them. Half of the descriptors remain for calls
-    over sockets (a quarter) and the files of the tiers.
-    """
-    return max(16, min(_MAX_GRPC_CONNECTIONS, max_descriptors() // 2 // endpoints))
 
 
 def add_services(backend: Backend, listeners: Listeners, admin: AdminService, closers: AsyncExitStack) -> None:

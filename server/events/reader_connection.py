@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 from .recent_messages import END_FRAMES, SEQUENCE_BYTES, RecentMessages
 from .zmtp import Frame, Mechanism, Peer, ProtocolError
 
-__all__ = ["Connection", "ReplayConnection", "Site", "SubscriberConnection"]
+__all__ = ["ReaderConnection", "ReplayConnection", "Site", "SubscriberConnection"]
 
 _RECEIVED_BYTES = 4096
 """Bytes that are received from a peer per turn of the event loop."""
@@ -37,15 +37,15 @@ _STALLED_SECONDS = 30.0
 class Site(Protocol):
     """What a connection needs of its server."""
 
-    def admit(self, connection: Connection) -> bool:
+    def admit(self, connection: ReaderConnection) -> bool:
         """Counts a connection as a reader, when it first asks for something."""
         ...
 
-    def closed(self, connection: Connection, reason: str) -> None:
+    def closed(self, connection: ReaderConnection, reason: str) -> None:
         """`reason`: why the connection was closed from this end; empty if the peer has gone."""
 
 
-class Connection:
+class ReaderConnection:
     """One peer. All calls must come from the event loop."""
 
     socket_type: ClassVar[bytes]
@@ -186,7 +186,7 @@ class Connection:
         raise NotImplementedError
 
 
-class SubscriberConnection(Connection):
+class SubscriberConnection(ReaderConnection):
     """Peer of the address `publish`: gets new messages of the topics to which it has subscribed."""
 
     socket_type = b"PUB"
@@ -234,7 +234,7 @@ class SubscriberConnection(Connection):
             raise ProtocolError("the peer has too many subscriptions")
 
 
-class ReplayConnection(Connection):
+class ReplayConnection(ReaderConnection):
     """Peer of the address `replay`: gets the kept messages from a number on, then the end."""
 
     socket_type = b"ROUTER"

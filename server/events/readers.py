@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from ...protos.endpoint import network_of
 from ..process.child_main import Channel, connect
-from .reader_connection import Connection, ReplayConnection, SubscriberConnection
+from .reader_connection import ReaderConnection, ReplayConnection, SubscriberConnection
 from .reader_sockets import SEND_BUFFER_BYTES
 from .recent_messages import Message, RecentMessages
 from .zmtp import Mechanism, NullMechanism
@@ -57,13 +57,16 @@ class ReaderServer:
         self._max_readers = max_readers
         self._secret = secret
         self._keys: Mapping[bytes, bytes | None] = {}
-        self._new: dict[Connection, None] = {}
+        self._new: dict[ReaderConnection, None] = {}
         """In the order of their start."""
-        self._readers: dict[type[Connection], dict[Connection, None]] = {SubscriberConnection: {}, ReplayConnection: {}}
+        self._readers: dict[type[ReaderConnection], dict[ReaderConnection, None]] = {
+            SubscriberConnection: {},
+            ReplayConnection: {},
+        }
         self._refused = 0
         self._log_at = 0.0
 
-    def listen(self, listener: socket.socket, kind: type[Connection]) -> None:
+    def listen(self, listener: socket.socket, kind: type[ReaderConnection]) -> None:
         listener.setblocking(False)
         asyncio.get_running_loop().add_reader(listener, self._accept, listener, kind)
 
@@ -95,7 +98,7 @@ class ReaderServer:
     def has_unsent(self) -> bool:
         return any(not connection.is_idle for connection in self._all())
 
-    def admit(self, connection: Connection) -> bool:
+    def admit(self, connection: ReaderConnection) -> bool:
         readers = self._readers[type(connection)]
         same = [each for each in readers if each.address == connection.address]
         limit = self._max_readers if not connection.address else max(1, self._max_readers // 2)
@@ -109,7 +112,7 @@ class ReaderServer:
         readers[connection] = None
         return True
 
-    def closed(self, connection: Connection, reason: str) -> None:
+    def closed(self, connection: ReaderConnection, reason: str) -> None:
         self._new.pop(connection, None)
         self._readers[type(connection)].pop(connection, None)
         self._refused += bool(reason)
@@ -120,10 +123,10 @@ class ReaderServer:
                 "connection of a reader of events from %s closed: %s (%d so far)", where, reason, self._refused
             )
 
-    def _all(self) -> list[Connection]:
+    def _all(self) -> list[ReaderConnection]:
         return [*self._new, *(each for readers in self._readers.values() for each in readers)]
 
-    def _accept(self, listener: socket.socket, kind: type[Connection]) -> None:
+    def _accept(self, listener: socket.socket, kind: type[ReaderConnection]) -> None:
         for _ in range(_ACCEPTED_PER_TURN):
             try:
                 accepted, where = listener.accept()
@@ -140,7 +143,7 @@ class ReaderServer:
             connection = kind(self, accepted, address, self._messages[None])
             self._begin(connection, is_tcp=listener.family != socket.AF_UNIX)
 
-    def _begin(self, connection: Connection, *, is_tcp: bool) -> None:
+    def _begin(self, connection: ReaderConnection, *, is_tcp: bool) -> None:
         if len(self._new) >= _MAX_NEW:
             numbers = Counter(each.address for each in self._new)
             most = max(numbers, key=numbers.__getitem__)
@@ -148,14 +151,14 @@ class ReaderServer:
         self._new[connection] = None
         connection.start(self._mechanism(connection, is_tcp=is_tcp))
 
-    def _mechanism(self, connection: Connection, *, is_tcp: bool) -> Mechanism:
+    def _mechanism(self, connection: ReaderConnection, *, is_tcp: bool) -> Mechanism:
         if not is_tcp or not self._secret:
             return NullMechanism(connection.socket_type)
         from .curve import CurveMechanism
 
         return CurveMechanism(self._secret, connection.socket_type, partial(self._authenticate, connection))
 
-    def _authenticate(self, connection: Connection, key: bytes) -> bool:
+    def _authenticate(self, connection: ReaderConnection, key: bytes) -> bool:
         messages = self._messages_of(key)
         if messages is None:
             return False
@@ -166,7 +169,7 @@ class ReaderServer:
         return self._messages[self._keys[key]] if key in self._keys else None
 
 
-def _close_one(connections: list[Connection]) -> None:
+def _close_one(connections: list[ReaderConnection]) -> None:
     """Closes the connection that has been idle for the longest time, if it may be closed."""
     idle = [each for each in connections if each.may_be_replaced]
     if idle:
@@ -186,7 +189,7 @@ def _limit_resources(max_readers: int, max_bytes: int) -> None:
         resource.setrlimit(which, (most, most))
 
 
-async def _serve(channel: Channel, listeners: list[tuple[int, type[Connection]]], setup: dict[str, Any]) -> None:
+async def _serve(channel: Channel, listeners: list[tuple[int, type[ReaderConnection]]], setup: dict[str, Any]) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     server = ReaderServer(setup["buffer"], setup["max_readers"], bytes.fromhex(setup["secret"]))
@@ -225,7 +228,7 @@ def main(socket_fd: int, publish_fd: int, replay_fd: int) -> None:
         os.nice(_NICE)
     setup, _ = next(iter(channel))
     _limit_resources(setup["max_readers"], setup["buffers"] * setup["buffer"])
-    listeners: list[tuple[int, type[Connection]]] = [(publish_fd, SubscriberConnection)]
+    listeners: list[tuple[int, type[ReaderConnection]]] = [(publish_fd, SubscriberConnection)]
     if replay_fd >= 0:
         listeners.append((replay_fd, ReplayConnection))
     asyncio.run(_serve(channel, listeners, setup))

@@ -22,6 +22,10 @@ _ADDRESS = re.compile(r"[!-?A-~]{1,256}")
 
 
 def is_address(text: str) -> bool:
+    """Returns whether an engine may declare this text as its address.
+
+    The text must be 1 to 256 characters of ASCII, without spaces and `@`.
+    """
     return _ADDRESS.fullmatch(text) is not None
 
 

@@ -14,8 +14,8 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
+from ...tiers.core.in_flight_stores import Store
 from ...tiers.core.leases import BlockLease
-from ...tiers.core.stores import Store
 from ..runtime import TierRuntime
 
 __all__ = ["Writers"]

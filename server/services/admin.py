@@ -14,8 +14,8 @@ from google.protobuf.message import Message
 from ...protos.v1 import admin_pb2, admin_pb2_grpc
 from ...tiers.base import NamespaceId
 from ...tiers.core.bulk_eviction import EvictionRequest
+from ...tiers.core.in_flight_stores import Store
 from ...tiers.core.leases import BlockLease
-from ...tiers.core.stores import Store
 from ...tiers.types import NAMESPACE_BYTES
 from ..config.tenants import tenant_tag
 from ..drain import Drain

@@ -16,8 +16,8 @@ from ...protos.v1 import admin_pb2, cache_pb2, handoff_pb2
 from ...tiers.base import OffloadPolicy
 from ...tiers.core.bulk_eviction import EvictionTask
 from ...tiers.core.holds import Hold
+from ...tiers.core.in_flight_stores import Store
 from ...tiers.core.leases import BlockLease
-from ...tiers.core.stores import Store
 from ...tiers.stats.request_log import HoldRecord, LookupRecord, OutcomeRun, RequestRecord
 from ...tiers.stats.snapshots import HandoffStats, TierStats
 from ...tiers.types import NAMESPACE_BYTES, HandoffDirection, MissReason, ShareStats

@@ -15,7 +15,7 @@ from google.protobuf import message_factory
 from ...cuda.device.device_errors import DeviceError
 from ...protos.v1 import devices_pb2, transfer_pb2
 from ...tiers.core.block import Block
-from ...tiers.core.stores import Store
+from ...tiers.core.in_flight_stores import Store
 from ...tiers.types import GROUP_INDEX_BYTES, LeaseId, StoreId
 from ..devices.copy_worker_client import CopyPlan
 from ..devices.registry import DeviceRegistry, Registration, export_of

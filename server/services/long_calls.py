@@ -10,10 +10,10 @@ from collections.abc import Coroutine, Iterable, Sequence
 
 from ...tiers.base import TierFilter
 from ...tiers.core.holds import Hold, HoldClaim, SlicedPublication
+from ...tiers.core.in_flight_stores import Store
 from ...tiers.core.leases import LookupAnswer, SlicedLookup
 from ...tiers.core.prefetches import PrefetchAnswer
 from ...tiers.core.secondary import Presence
-from ...tiers.core.stores import Store
 from ...tiers.errors import CoreError, LeaseNotFound
 from ...tiers.types import DurableStatus, EngineSession, LeaseId, PublishStatus, StoreAnswer, StoreId
 from ..refused import Refused

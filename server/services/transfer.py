@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from ...cuda.host.socket_io import checksum
 from ...protos.v1 import common_pb2, transfer_pb2
 from ...protos.wire.part_sequence import PartSequence
-from ...tiers.core.stores import Store
+from ...tiers.core.in_flight_stores import Store
 from ...tiers.types import EngineSession, LeaseId, StoreId
 from ..bulk.supervisor import BulkProcess
 from ..refused import Refused

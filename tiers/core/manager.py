@@ -29,13 +29,14 @@ from .cpu_tier import CpuTier
 from .event_log import EventLog
 from .handoff_log import HandoffLog
 from .handoffs import HandoffHandler
+from .in_flight_stores import Store
 from .leases import BlockLease, LookupAnswer
 from .lookups import LookupHandler
 from .requests import Request, RequestTable
 from .residency import SharedTierQueries
 from .settings import CPU_TIER, TierSettings
 from .sliced_work import IncrementalWork
-from .stores import Store, StoreHandler
+from .stores import StoreHandler
 from .transfers import TransferScheduler
 
 __all__ = ["CPU_TIER", "TierManager"]
@@ -66,9 +67,8 @@ class TierManager:
             extent_bytes: unit in which size classes claim memory; also the largest part of a block.
             tiers: the secondary tiers, in lookup order.
             max_queued_bytes: limit of each write-back queue; default: a quarter of the region.
-            new_ids: ids of leases and stores, not 0. The caller chooses them at random, so that an
-                id tells a client nothing about other clients, and the core refuses ids of an
-                earlier run. Default: counted from 1.
+            new_ids: ids of leases and stores, not 0. Random ids tell a client nothing about other
+                clients, and differ from those of an earlier run. Default: counted from 1.
             settings: policies, quotas and times per tier.
             now: the time, in seconds of the clock that `tick` uses.
 
@@ -76,8 +76,7 @@ class TierManager:
         """
         settings = settings or TierSettings()
         settings.check({CPU_TIER, *(tier.name for tier in tiers)})
-        self._region_bytes = region_bytes
-        self._now = now
+        self._region_bytes, self._now = region_bytes, now
         self._commands: list[Command] = []
         self._sessions: dict[bytes, EngineSession] = {}
         self._namespaces: set[NamespaceId] = set()
@@ -91,9 +90,8 @@ class TierManager:
         self._history = EvictionHistory(history_size(self._region_bytes))
         self._request_log = RequestLog()
         self._counters = HitCounters(len(capacities), {tenant.tag: tenant.name for tenant in settings.tenants})
-        self._miss_ratio_curves = (
-            MissRatioCurves([self._region_bytes, *capacities], self._tier_of) if settings.estimates else None
-        )
+        sizes = [self._region_bytes, *capacities]
+        self._miss_ratio_curves = MissRatioCurves(sizes, self._tier_of) if settings.estimates else None
         self._expired_leases = self._expired_stores = 0
 
     def _create_tiers(
@@ -169,8 +167,7 @@ class TierManager:
         self._sliced_work.pin_owners = (self._lookups.leases, self.handoffs, self._stores)
 
     def take_commands(self) -> list[Command]:
-        commands = self._commands.copy()
-        self._commands.clear()
+        commands, self._commands[:] = self._commands.copy(), []
         return commands
 
     def add_memory(self, offset: int, nbytes: int) -> None:
@@ -196,8 +193,7 @@ class TierManager:
 
     def session(self, session_id: bytes) -> EngineSession:
         """Returns an open session. Raises UnknownSession."""
-        session = self._sessions.get(session_id)
-        if session is None:
+        if (session := self._sessions.get(session_id)) is None:
             raise UnknownSession("there is no such session: it ended, or was never opened")
         return session
 
@@ -227,11 +223,9 @@ class TierManager:
     def begin_request(self, session: EngineSession, request: RequestInfo) -> Negotiation:
         """Asks every tier for its vote; the policy is REQUEST_LEVEL if any tier votes so (B3.3).
 
-        If the request has already begun, returns the first result again. Raises LimitExceeded if
-        the tenant has too many unfinished requests.
+        Repeats the result if the request has begun. LimitExceeded: too many unfinished requests.
         """
-        known = self._requests.get(session.engine, request.request_id)
-        if known is not None and not known.finished:
+        if (known := self._requests.get(session.engine, request.request_id)) is not None and not known.finished:
             return known.negotiation
         self._requests.check_room(session)
         begun = self._requests.negotiate(session, request)

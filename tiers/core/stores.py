@@ -2,223 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from ..errors import InvalidItem, LimitExceeded, NotOwner, StoreNotFound
+from ..errors import InvalidItem
 from ..stats.eviction_history import EvictionHistory
 from ..stats.miss_ratio_curve import MissRatioCurves
-from ..types import EngineKey, EngineSession, MissReason, Owner, StoreAnswer, StoreId, StoreStatus, tenant_of
+from ..types import EngineSession, MissReason, Owner, StoreAnswer, StoreId, StoreStatus
 from .block import Block
-from .byte_ranges import MAX_GAPS, ByteRanges
 from .completions import CompletionHandler
 from .conversations import ConversationTable
 from .cpu_tier import CpuTier
+from .in_flight_stores import InFlightStores, Store
 from .requests import Request, RequestTable
 from .transfers import TransferScheduler
 
-__all__ = ["InFlightStores", "Store", "StoreHandler"]
+__all__ = ["StoreHandler"]
 
-
-MAX_STORES = 16_384
-"""Limit of the stores of a tenant in flight or in quarantine. Each tick examines all of them."""
 
 _UNPIN_SLICE = 512
 """Blocks per slice: 0.2 µs per block, or 3 µs if the block is dropped."""
-
-
-@dataclass(slots=True, eq=False)
-class Store:
-    """A store in flight: pinned blocks, each with a granted slot of one rank."""
-
-    id: StoreId
-    owner: Owner
-    rank: int
-    expires_at: float
-    blocks: list[Block]
-    request: Request | None = None
-    """None if the client has not begun the request."""
-    begun_at: float = 0.0
-    """In seconds of the core's clock."""
-    number: int = 0
-    """Number of stores that had begun before this one."""
-    others: list[Block] = field(default_factory=list)
-    """Pinned blocks of earlier slices of PrepareStore that need no slot."""
-    failed: Collection[int] | None = None
-    """Positions of the blocks not written; None until the client completes the store."""
-    completed: int = 0
-    """Number of blocks that the completion has already removed from `blocks`."""
-    user: Hashable = None
-    """The request, for eviction policies. A store in slices counts as one use of its blocks."""
-    received: ByteRanges = field(default_factory=ByteRanges)
-    """Positions, in the sequence of parts, of the bytes that the server itself has written."""
-    is_streamed: bool = False
-    """Whether a stream may have written to the slots. Then the server must have received all bytes,
-    even if the client maps the region."""
-    unreceived: list[int] | None = None
-    """Positions of the blocks that the completion has failed, because the server lacks bytes of
-    them; None if the bytes may come through a mapping of the region."""
-    _completed_bytes: int = 0
-
-    def receive(self, start: int, end: int) -> bool:
-        """Records bytes that the server has written. Returns False if there are too many gaps."""
-        self.received.most = len(self.blocks) + MAX_GAPS
-        return self.received.add(start, end)
-
-    def missing_of(self, blocks: Sequence[Block]) -> Collection[int]:
-        """Returns the positions of the not written ones of the next blocks of the completion."""
-        failed = self.failed or frozenset()
-        if self.unreceived is None:
-            return failed
-        missing, end = set(), self._completed_bytes
-        for number, block in enumerate(blocks, start=self.completed):
-            start, end = end, end + block.part_bytes
-            if number in failed:
-                missing.add(number)
-            elif not self.received.covers(start, end):
-                missing.add(number)
-                self.unreceived.append(number)
-        self._completed_bytes = end
-        return missing
-
-    def slots(self, blocks: Sequence[Block] | None = None) -> list[int]:
-        """Returns the slots of these blocks of the store; None: of all."""
-        blocks = self.blocks if blocks is None else blocks
-        return [offset for block in blocks if (offset := block.slots[self.rank]) is not None]
-
-
-@dataclass(slots=True)
-class _Quarantine:
-    """Slots of an ended store, to which the client may still write."""
-
-    offsets: list[int]
-    nbytes: int
-    engine: EngineKey
-    writers: set[int]
-
-
-@dataclass(slots=True)
-class InFlightStores:
-    """The stores in flight, and the quarantined slots of ended stores.
-
-    A writer is a connection that keeps the region mapped (`Region` in the wire contract). A slot is
-    reused only when no client can write to it any more: after the store's completion, or when every
-    writer connection of the session has ended.
-    """
-
-    cpu_tier: CpuTier
-    new_ids: Iterator[int]
-    begun: int = 0
-    """Number of stores that have begun so far."""
-    _stores: dict[StoreId, Store] = field(default_factory=dict)
-    _quarantine: dict[StoreId, _Quarantine] = field(default_factory=dict)
-    _per_tenant: Counter[bytes] = field(default_factory=Counter)
-    """Number of stores in flight and in quarantine, by the tag of the tenant."""
-
-    def __len__(self) -> int:
-        return len(self._stores)
-
-    @property
-    def quarantined_bytes(self) -> int:
-        return sum(entry.nbytes for entry in self._quarantine.values())
-
-    def begin(
-        self,
-        owner: Owner,
-        rank: int,
-        expires_at: float,
-        blocks: list[Block],
-        request: Request | None = None,
-        *,
-        now: float = 0.0,
-    ) -> Store:
-        """Registers a store of pinned blocks that have a slot for the rank."""
-        store_id = next(new_id for new_id in map(StoreId, self.new_ids) if new_id not in self._stores)
-        store = Store(store_id, owner, rank, expires_at, blocks, request, now, number=self.begun)
-        self.begun += 1
-        self._stores[store.id] = store
-        self._count(owner.engine, 1)
-        return store
-
-    def extended(self, store_id: StoreId | None, engine: EngineKey) -> Store | None:
-        """Returns the store that a call extends; None for a new store. Raises like `get`.
-
-        Raises LimitExceeded for a new store if the tenant of the engine has too many.
-        """
-        if store_id is not None:
-            return self.get(store_id, engine)
-        if self._per_tenant.get(tenant_of(engine[0]), 0) >= MAX_STORES:
-            raise LimitExceeded(f"the tenant has {MAX_STORES} stores that are not completed")
-        return None
-
-    def _count(self, engine: EngineKey, change: int) -> None:
-        tenant = tenant_of(engine[0])
-        self._per_tenant[tenant] += change
-        if not self._per_tenant[tenant]:
-            del self._per_tenant[tenant]
-
-    def get(self, store_id: StoreId, engine: EngineKey) -> Store:
-        store = self._stores.get(store_id)
-        if store is None or store.failed is not None or tenant_of(store.owner.engine[0]) != tenant_of(engine[0]):
-            raise StoreNotFound(f"there is no store {store_id}: it was completed, expired or ended with its session")
-        if store.owner.engine != engine:
-            raise NotOwner(f"store {store_id} belongs to another engine")
-        return store
-
-    def is_open(self, store: Store) -> bool:
-        return self._stores.get(store.id) is store
-
-    def end(self, store: Store) -> None:
-        """Removes a store; the caller must then release the store's pins and slots."""
-        del self._stores[store.id]
-        self._count(store.owner.engine, -1)
-
-    def quarantine(self, store: Store, writers: set[int]) -> None:
-        """Begins a quarantine, which lasts until all of these writer connections have ended."""
-        self._quarantine[store.id] = _Quarantine([], 0, store.owner.engine, set(writers))
-        self._count(store.owner.engine, 1)
-        self._lift_if_free(store.id)
-
-    def add_to_quarantine(self, store: Store, offsets: list[int], nbytes: int) -> None:
-        """Keeps detached slots out of use until the store's quarantine ends."""
-        entry = self._quarantine.get(store.id)
-        if entry is None:
-            self.cpu_tier.release(offsets)
-        else:
-            entry.offsets += offsets
-            entry.nbytes += nbytes
-
-    def writer_gone(self, writer: int) -> None:
-        for store_id, entry in list(self._quarantine.items()):
-            entry.writers.discard(writer)
-            self._lift_if_free(store_id)
-
-    def is_quarantined(self, store_id: StoreId, engine: EngineKey) -> bool:
-        """Returns whether an ended store of this engine still has slots out of use."""
-        entry = self._quarantine.get(store_id)
-        return entry is not None and entry.engine == engine
-
-    def writer_done(self, store_id: StoreId, engine: EngineKey) -> None:
-        if self.is_quarantined(store_id, engine):
-            self._quarantine[store_id].writers.clear()
-            self._lift_if_free(store_id)
-
-    def __iter__(self) -> Iterator[Store]:
-        return iter(self._stores.values())
-
-    def owned_by(self, session_id: bytes) -> list[Store]:
-        return [store for store in self._stores.values() if store.owner.session_id == session_id]
-
-    def expired(self, now: float) -> list[Store]:
-        """Returns the expired stores. A store whose completion has begun does not expire."""
-        return [store for store in self._stores.values() if store.failed is None and store.expires_at <= now]
-
-    def _lift_if_free(self, store_id: StoreId) -> None:
-        if not self._quarantine[store_id].writers:
-            ended = self._quarantine.pop(store_id)
-            self._count(ended.engine, -1)
-            self.cpu_tier.release(ended.offsets)
 
 
 class StoreHandler:

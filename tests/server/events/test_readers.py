@@ -19,7 +19,7 @@ from harness.zmtp_peer import GREETING, RawPeer, frame, ready, subscription
 
 from kvtier.client import Client
 from kvtier.server.events import reader_connection
-from kvtier.server.events.reader_connection import Connection, ReplayConnection, SubscriberConnection
+from kvtier.server.events.reader_connection import ReaderConnection, ReplayConnection, SubscriberConnection
 from kvtier.server.events.readers import ReaderServer
 from kvtier.server.events.recent_messages import Message, RecentMessages
 
@@ -30,7 +30,7 @@ REQUESTS = GREETING + ready(b"DEALER") + REQUEST
 
 
 class Site:
-    def __init__(self, server: ReaderServer, kind: type[Connection], family: int, where: str) -> None:
+    def __init__(self, server: ReaderServer, kind: type[ReaderConnection], family: int, where: str) -> None:
         self.server, self.kind, self.where = server, kind, where
         self._listener = socket.socket(family)
         self._listener.bind(where if family == socket.AF_UNIX else ("127.0.0.1", 0))
@@ -59,7 +59,7 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def site(
-    tmp_path: Path, kind: type[Connection], *, most: int = 4, tcp: bool = False, max_bytes: int = 1 << 20
+    tmp_path: Path, kind: type[ReaderConnection], *, most: int = 4, tcp: bool = False, max_bytes: int = 1 << 20
 ) -> AsyncIterator[Site]:
     server = ReaderServer(max_bytes, most)
     made = Site(server, kind, socket.AF_INET if tcp else socket.AF_UNIX, str(tmp_path / "s"))

@@ -4,8 +4,8 @@ import pytest
 from core_rig import HIT, MISS, SPEC, Rig, keys
 
 from kvtier.tiers.core.commands import EndReaders
+from kvtier.tiers.core.in_flight_stores import Store
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.stores import Store
 
 FAR = 1e9
 PART = SPEC.part_bytes[0]

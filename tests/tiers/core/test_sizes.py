@@ -259,7 +259,7 @@ def test_blocks_that_requests_wait_for_have_a_limit(monkeypatch: pytest.MonkeyPa
 
 def test_stores_of_a_tenant_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tick examines all stores; those in quarantine count too, until the client is gone."""
-    monkeypatch.setattr("kvtier.tiers.core.stores.MAX_STORES", 2)
+    monkeypatch.setattr("kvtier.tiers.core.in_flight_stores.MAX_STORES", 2)
     rig = Rig()
     for number in range(2):
         assert rig.core.prepare_store(rig.session, keys(number), request_id="", expires_at=5).store_id is not None

@@ -5,7 +5,7 @@ from core_rig import HIT, MISS, Rig, keys
 from simulation import ModelTier
 
 from kvtier.tiers.base import RequestInfo
-from kvtier.tiers.core.stores import Store
+from kvtier.tiers.core.in_flight_stores import Store
 from kvtier.tiers.types import StoreId
 
 FAR = 1e9

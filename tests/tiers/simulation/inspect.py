@@ -12,12 +12,12 @@ from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.catalog import CatalogEntry, EntryState
 from kvtier.tiers.core.conversations import Conversation, ConversationTable
+from kvtier.tiers.core.in_flight_stores import Store
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.prefetches import PrefetchBudget
 from kvtier.tiers.core.requests import Request
 from kvtier.tiers.core.secondary import GATHER_SECONDS, SecondaryTierState
-from kvtier.tiers.core.stores import Store
 from kvtier.tiers.core.transfers import JobKind
 from kvtier.tiers.types import EngineSession
 
