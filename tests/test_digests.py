@@ -15,6 +15,7 @@ from import_graph import ROOT
 MIN_BYTES = 16
 DAMAGE = "detects damage only"
 REASONS = {
+    "kvtier.client.engines.file_digests": "place of a lock; two files with one place only wait for each other",
     "kvtier.client.part_streams": DAMAGE,
     "kvtier.client.testing.fake_server": DAMAGE,
     "kvtier.cuda.host.socket_io": DAMAGE,
@@ -23,6 +24,7 @@ REASONS = {
     "kvtier.tiers.lmdb.format": DAMAGE,
     "kvtier.tiers.lmdb.tally": DAMAGE,
     "kvtier.tiers.remote.pack_format": DAMAGE,
+    "kvtier.tiers.remote.value_codec": DAMAGE,
     "kvtier.tiers.storage.checksum": DAMAGE,
     "kvtier.tiers.remote.encryption": "ids of random keys; the tag of GCM decides",
     "kvtier.tiers.remote.valkey_nodes": "the node of a name, as Valkey defines it",

@@ -1,4 +1,4 @@
-"""Limit of equal log lines, so that no client or peer can fill a disk with lines about its calls."""
+"""Limit of equal log lines, so that no client or peer can fill a disk with its log lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["LimitedLines", "LineLimit"]
 
 _LINES, _SECONDS = 100, 10.0
-"""Per kind of line: so many at once, a trace of a child for example, then one per 10 s."""
+"""Per kind of line: 100 at once, for example a trace of a child, then one per 10 s."""
 _MAX_KINDS = 1024
 _UNLIMITED = ("kvtier.server.auth.audit_log",)
 """Loggers that limit their lines themselves: no call of an administrator may be left out."""

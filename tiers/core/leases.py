@@ -33,8 +33,8 @@ SLICE = 2048
 LEASE_COST = 1024
 """Number of items that a lease counts as, in addition to its own, so that leases are few."""
 PENDING_COST = 16
-"""Number of items that a pending item counts as for the tenant, in addition: it takes 200 bytes, any
-other item 9."""
+"""Number of items that a pending item counts as for the tenant, in addition: it takes 200 bytes,
+any other item 9."""
 
 _OF_MISSING = bytes([KeyStatus.HIT, KeyStatus.MISS]).ljust(256, b"\0")
 """Status of an item, by whether it is a miss."""

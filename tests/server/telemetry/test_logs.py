@@ -209,7 +209,7 @@ def test_json_lines_have_the_exact_names() -> None:
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_equal_lines_have_a_limit(monkeypatch: pytest.MonkeyPatch, *, plain: bool) -> None:
-    """A peer that repeats a failure writes few lines. The next line has the number of the others."""
+    """A peer that repeats a failure writes few lines. The next line counts the others."""
     now = [5.0]
     monkeypatch.setattr(line_limit.LineLimit.__init__, "__defaults__", (lambda: now[0],))
     stream = io.StringIO()

@@ -1,4 +1,4 @@
-"""Sizes that clients choose: part sizes, groups, ranks, and counts per tenant take bounded memory."""
+"""Sizes that clients choose (parts, groups, ranks) and counts per tenant take bounded memory."""
 
 from __future__ import annotations
 
