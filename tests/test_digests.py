@@ -23,7 +23,6 @@ REASONS = {
     "kvtier.tiers.disk.format": DAMAGE,
     "kvtier.tiers.lmdb.format": DAMAGE,
     "kvtier.tiers.lmdb.tally": DAMAGE,
-    "kvtier.tiers.remote.pack_format": DAMAGE,
     "kvtier.tiers.remote.value_codec": DAMAGE,
     "kvtier.tiers.storage.checksum": DAMAGE,
     "kvtier.tiers.remote.encryption": "ids of random keys; the tag of GCM decides",
