@@ -272,10 +272,10 @@ def server_name(request_id: str) -> str:
 
 def plain_params(params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Returns the parameters that are not too long; None if they are not JSON or too many."""
+    if params is None:
+        return None
     try:
-        short = {
-            name: value for name, value in (params or {}).items() if len(json.dumps(value)) <= _MAX_PARAM_CHARACTERS
-        }
+        short = {name: value for name, value in params.items() if len(json.dumps(value)) <= _MAX_PARAM_CHARACTERS}
         text = json.dumps(short, allow_nan=False)
     except (TypeError, ValueError, RecursionError, AttributeError):
         return None
