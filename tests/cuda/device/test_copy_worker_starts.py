@@ -103,5 +103,5 @@ def test_missing_devices_use_up_no_limit(region: HostRegion, tmp_path: Path, mon
 
 async def register(registry: DeviceRegistry, export: DeviceExport, device: str) -> None:
     """Registers an engine's memory, as if on ``device``, in a new session."""
-    session: Any = SimpleNamespace(id=device.encode(), namespace=SimpleNamespace(part_bytes=[PART]))
+    session: Any = SimpleNamespace(id=device.encode(), tenant="", namespace=SimpleNamespace(part_bytes=[PART]))
     await registry.register(session, dataclasses.replace(export, device=device))

@@ -112,7 +112,7 @@ def test_sessions_are_listed(shared: ServerProcess) -> None:
     assert (session["stores"], session["storing_bytes"]) == (1, 2 * PART)
     assert 0 <= session["idle_seconds"] <= session["age_seconds"] < 60
     assert session["calls"] >= 3
-    assert len(bytes.fromhex(session["namespace_id"])) == 16
+    assert len(bytes.fromhex(session["namespace_id"])) == 32
     for piece in ("sess", "e-sess", str(os.getpid()), "shm", "acme", "3 blocks"):
         assert piece in text
     shared.wait_for(lambda status: not status.sessions)
@@ -214,7 +214,7 @@ class TestEvict:
             ((), 2, "or --all"),
             (("--tier", "tape"), 1, "there is no tier 'tape'; the tiers are cpu, lmdb"),
             (("--namespace", "xyz"), 2, "32 hexadecimal digits"),
-            (("--namespace", "abcd"), 1, "namespace_id has 2 bytes; it must have 16"),
+            (("--namespace", "abcd"), 1, "namespace_id has 2 bytes; it must have 32"),
             (("--older-than", "soon"), 2, "not a duration"),
             (("--bytes", "lots"), 2, "not a size"),
             (("--bytes", "0"), 2, "must be more than 0"),

@@ -124,5 +124,5 @@ def test_the_id_of_a_namespace_begins_with_its_tenant() -> None:
         for tenant in ("acme", "other", "")
     ]
     assert [spec.id[:16] for spec in specs] == [tenant_tag(tenant) for tenant in ("acme", "other", "")] * 2
-    assert len({spec.id for spec in specs}) == len({spec.id[4:] for spec in specs}) == 6
-    assert {len(spec.id) for spec in specs} == {16}
+    assert len({spec.id for spec in specs}) == len({spec.id[16:] for spec in specs}) == 6
+    assert {len(spec.id) for spec in specs} == {32}

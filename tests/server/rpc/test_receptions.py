@@ -66,7 +66,7 @@ class Calls:
 
 async def test_a_further_caller_finds_a_place_at_once() -> None:
     """Callers take at most as many places as are then free: 16, 8 and 4 of 32."""
-    async with Calls() as calls:
+    async with Calls(LIMITS._replace(patience_seconds=3600.0)) as calls:
         for caller in ("first", "second", "third"):
             calls.begin(caller, 40)
             await asyncio.sleep(0)

@@ -28,16 +28,16 @@ MUTANTS = (
     Mutant(
         "slots of an ended writer are reused at once",
         Invariant.SLOTS,
-        "core/stores.py",
+        "core/in_flight_stores.py",
         "store.owner.engine, set(writers))",
         "store.owner.engine, set())",
     ),
     Mutant(
         "another engine's late completion frees slots",
         Invariant.SLOTS,
-        "core/stores.py",
-        "if entry is not None and entry.engine == engine:",
-        "if entry is not None:",
+        "core/in_flight_stores.py",
+        "return entry is not None and entry.engine == engine",
+        "return entry is not None",
     ),
     Mutant(
         "a slot is granted twice",
@@ -302,8 +302,8 @@ MUTANTS = (
         "waiting leases are not told of failures",
         Invariant.WAITERS,
         "core/leases.py",
-        "            lease.pending -= 1\n            if not block.ready:\n",
-        "            lease.pending -= block.ready\n            if not block.ready:\n",
+        "            lease.pending -= 1\n            self._tenant_items",
+        "            lease.pending -= block.ready\n            self._tenant_items",
     ),
     Mutant(
         "another engine may end a lease",
@@ -336,7 +336,7 @@ MUTANTS = (
     Mutant(
         "a quarantine is never lifted",
         Invariant.LEAKS,
-        "core/stores.py",
+        "core/in_flight_stores.py",
         "            entry.writers.discard(writer)\n            self._lift_if_free(store_id)\n",
         "            entry.writers.discard(writer)\n",
     ),
@@ -568,8 +568,8 @@ MUTANTS = (
         "a demoted block stays in the policy",
         Invariant.LINE,
         "eviction/queues.py",
-        "        item.queue.leave(item)\n        item.queue.victim_buffer.clear()\n",
-        "        item.queue.victim_buffer.clear()\n",
+        "        item.queue.leave(item)\n        queue = self._current(item.queue, [item])\n",
+        "        queue = self._current(item.queue, [item])\n",
     ),
     Mutant(
         "a release leaves blocks retained",
