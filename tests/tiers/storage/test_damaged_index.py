@@ -77,6 +77,7 @@ USE = """
 import logging, sys
 from pathlib import Path
 from contracts.tier import *
+from kvtier.tiers.base import Outcome
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.lmdb.tier import LMDBTier
 
@@ -92,7 +93,9 @@ for line in sys.stdin:
         outcome = tier.load([block])
         lost += outcome == [MISSING]
         wrong += outcome == [DONE] and held(block) != content(number, (3000,))
-    assert tier.store([full(key(1000), [b"new"])]) == [DONE]
+    # A flipped bit of a page's free space is not noticed at the start. Then LMDB refuses the store.
+    stored = tier.store([full(key(1000), [b"new"])])
+    assert stored == [DONE] or (stored == [Outcome.FAILED] and tier.last_error), (stored, tier.last_error)
     tier.close()
     print("wrong" if wrong else "silent" if lost and not said else "good", listed, lost, said, flush=True)
 """
