@@ -248,7 +248,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 $(FUZZ)/.stamp: pyproject.toml constraints.txt
 	@echo 'installing packages in $(FUZZ) (only once)'
 	@$(PYTHON) -m venv $(FUZZ)
-	@$(FUZZ)/$(PIP_INSTALL) --editable '.[server]' atheris cryptography $(SHOW_PROGRESS)
+	@$(FUZZ)/$(PIP_INSTALL) --editable '.[server,events]' atheris cryptography $(SHOW_PROGRESS)
 	@touch $@
 
 # These grpcio-tools need protobuf 6.
