@@ -142,7 +142,7 @@ def test_tier_in_trouble(serve: Serve, browser: Browser) -> None:
     assert browser.text("[data-key=cpu] [data-name=disk_free]") == "\N{EN DASH}"
     headings = [browser.text(f"#{name}") for name in ("h-curve", "h-tenants", "h-sessions")]
     assert headings == ["Hit rate at other sizes", "Tenants", "Sessions 6"]
-    assert browser.text("#sessions [data-name=model]") == f"meta-llama/Llama-3.1-70B-Instruct\n{'0' * 32}"
+    assert browser.text("#sessions [data-name=model]") == f"meta-llama/Llama-3.1-70B-Instruct\n{'0' * 64}"
     assert "(256.0 GiB ready)" in browser.text("[data-key=cpu] [data-name=fill]")
     assert browser.text("#uptime") == "1 d 2 h"
     assert browser.text("#quarantine") == "3.0 MiB in quarantine"

@@ -100,7 +100,7 @@ def site(directory: Path) -> Iterator[tuple[ServerProcess, DynamoIndexer, tuple[
             reserved.close()  # ZeroMQ and the indexer cannot share a port with the reservation
         addresses = (f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}")
         indexer = DynamoIndexer(directory, ports[2])
-        config = f'[events]\npublish = "{addresses[0]}"\nreplay = "{addresses[1]}"\n'
+        config = f'[events]\ninsecure = true\npublish = "{addresses[0]}"\nreplay = "{addresses[1]}"\n'
         try:
             with ServerProcess(directory, config=config).start() as server:
                 yield server, indexer, addresses

@@ -117,7 +117,7 @@ class TestServer:
             server.end()
 
     def test_encrypted_values(self, tmp_path: Path) -> None:
-        """The user needs access to the names of format 2 only. The server has no plain bytes."""
+        """The user needs access to the names of format 4 only. The server has no plain bytes."""
         server = RedisServer(tmp_path)
         server.start()
         server.command("ACL", "SETUSER", "kv", "on", ">secret", *ACL.replace("kvtier/3/", "kvtier/4/").split())
@@ -135,7 +135,7 @@ class TestServer:
             assert without.load([empty(key(1), (70_000, 5))]) == [MISSING]
             assert without.lookup([(SPACE, key(1)), (SPACE, key(2))]) == [False, True]
             assert fetch(with_key, key(1), (70_000, 5)) == parts
-            name = name_of(SPACE, key(1), 2)
+            name = name_of(SPACE, key(1), EncryptedValues.FORMAT)
             value = bytearray(server.command("GET", name))
             assert parts[0][:100] not in value
             value[-20] ^= 1
