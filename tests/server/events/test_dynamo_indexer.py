@@ -129,6 +129,18 @@ def store(client: Client, tokens: list[int], *, first: int = 0, described: bool 
     client.store(keys[first:], [payload(key, PART) for key in keys[first:]])
 
 
+def wait_until_followed(client: Client, indexer: DynamoIndexer) -> None:
+    """Stores prompts until the indexer finds one: it registers before its subscription is sent."""
+    prompts: list[list[int]] = []
+
+    def is_followed() -> bool:
+        prompts.append(list(os.urandom(BLOCK)))
+        store(client, prompts[-1])
+        return any(indexer.found(tokens) != (0, 0) for tokens in prompts)
+
+    wait_until(is_followed, 60, interval=0.2)
+
+
 def evict(server: ServerProcess, tier: str) -> None:
     stub = admin_pb2_grpc.AdminServiceStub(server._channel)
     for _ in stub.Evict(admin_pb2.EvictRequest(tiers=[tier])):
@@ -141,6 +153,7 @@ def test_the_indexer_finds_the_blocks_of_a_prompt_and_loses_them(tmp_path: Path)
         client.wait_until_connected(60)
         with engine(server, NAMESPACE):
             indexer.follow(*addresses)
+            wait_until_followed(client, indexer)
             store(client, PROMPT[: 8 * BLOCK])
             client.flush(keys_of(PROMPT[: 8 * BLOCK]))
             indexer.wait_for(PROMPT, 8, 8)
