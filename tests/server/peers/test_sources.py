@@ -31,6 +31,7 @@ from kvtier.server.peers import sources
 from kvtier.server.peers.link import PeerLease
 from kvtier.server.peers.peer_tier import PeerTier
 from kvtier.tiers import base
+from kvtier.tiers.types import tenant_of
 
 PART = 16 << 10
 PATIENT = 'deadline = "5s"'
@@ -469,7 +470,7 @@ async def test_calls_that_end_early_do_not_open_the_circuit_breaker(monkeypatch:
         directory = PeerDirectory(["127.0.0.1:1"])
         searches, address = _searches_of(calls, tier, directory), directory.find("127.0.0.1:1")
         assert address is not None
-        breaker = searches._breakers[address]
+        breaker = searches._breakers[address, tenant_of(calls.session.namespace.id)]
         if how == "whole":
             searches._deadline_seconds = 0.01
         if how == "short while open":
@@ -510,9 +511,9 @@ async def test_the_circuit_breaker_of_a_vanished_address_is_removed(monkeypatch:
                 calls.session, f"{address}:1", KEYS, EVERYWHERE, calls.runtime.now() + 60, prefix=True
             )
             assert located.outcome == cache_pb2.SOURCE_OUTCOME_UNREACHABLE
-        assert {address.host for address in searches._breakers} == {"127.0.0.1", "127.0.0.2"}
+        assert {address.host for address, _ in searches._breakers} == {"127.0.0.1", "127.0.0.2"}
         sweeps = asyncio.create_task(searches.sweep())
-        await until(lambda: {address.host for address in searches._breakers} == {"127.0.0.2"})
+        await until(lambda: {address.host for address, _ in searches._breakers} == {"127.0.0.2"})
         sweeps.cancel()
         await searches.close()
 
@@ -534,8 +535,8 @@ async def test_the_circuit_breaker_of_an_address_with_two_names_remains(monkeypa
         addresses["third.example"] = "127.0.0.3"
         directory.refresh()
         sweeps = asyncio.create_task(searches.sweep())
-        await until(lambda: "third.example" not in {address.tls_name for address in searches._breakers})
-        assert [address.tls_name for address in searches._breakers] == ["second.example"]
+        await until(lambda: "third.example" not in {address.tls_name for address, _ in searches._breakers})
+        assert [address.tls_name for address, _ in searches._breakers] == ["second.example"]
         sweeps.cancel()
         await searches.close()
 
