@@ -19,7 +19,16 @@ import grpc
 
 from ..refused import Refused
 
-__all__ = ["LOCAL_OR_REMOTE", "PUBLIC", "GrpcCaller", "ReceptionLimits", "Receptions", "RefusalPace", "RunningRequests", "StreamShares"]
+__all__ = [
+    "LOCAL_OR_REMOTE",
+    "PUBLIC",
+    "GrpcCaller",
+    "ReceptionLimits",
+    "Receptions",
+    "RefusalPace",
+    "RunningRequests",
+    "StreamShares",
+]
 
 _MAX_WAITING = 256
 """Maximum number of calls of one group that wait. gRPC holds up to 64 KiB of each."""
