@@ -118,6 +118,24 @@ def stop_ticks(runtime: TierRuntime) -> None:
     runtime._ticker.cancel()
 
 
+def test_few_flushes_of_a_tenant_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each change wakes all waiting flushes. Further ones are answered at once."""
+    monkeypatch.setattr("kvtier.server.services.long_calls._MAX_FLUSHES", 2)
+
+    async def run() -> None:
+        async with serving() as calls:
+            calls.store(KEYS[:1])
+            waiting = [asyncio.create_task(calls.flush(KEYS[:1], 3600)) for _ in range(2)]
+            await until(lambda: calls.long_calls._flushes.total() == 2)
+            assert await calls.flush(KEYS[:1], 3600) == bytes([DurableStatus.PENDING])
+            for each in waiting:
+                each.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            assert not calls.long_calls._flushes
+
+    asyncio.run(run())
+
+
 def test_a_flush_misses_no_change_during_its_slices() -> None:
     """All blocks are stored before the flush has asked for its last keys."""
 
