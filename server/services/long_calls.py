@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 
 from ...tiers.base import TierFilter
 from ...tiers.core.holds import Hold, HoldClaim, SlicedPublication
@@ -28,9 +28,9 @@ _SLICE = 512
 """Keys per slice of a query of shared tiers, and leases per slice of a renewal."""
 _FLUSH_SLICE = 256
 """A flush takes 2 to 8 µs per key."""
-_MAX_FLUSHES = 256
-"""Limit of the flushes of a tenant that wait. Each change of any tenant wakes all of them, 10 to 20
-µs each; further ones are answered at once."""
+_MAX_WAITING = 256
+"""Limit of the flushes, resets and ends of requests of a tenant that wait. Each change of any tenant
+wakes all of them, 10 to 20 µs each; further ones are answered at once."""
 _KEY_SLICE = 8192
 """To read and check a key of a request takes 0.1 µs."""
 _STORE_SLICE = 256
@@ -52,8 +52,8 @@ class LongCalls:
         self._sessions = sessions
         self.scheduler = self._scheduler = scheduler
         self._tasks: set[asyncio.Task[None]] = set()
-        self._flushes: Counter[str] = Counter()
-        """Number of waiting flushes per tenant."""
+        self._waiting: Counter[str] = Counter()
+        """Number of calls per tenant that each change wakes."""
 
     async def keys(self, session: EngineSession, validator: RequestValidator, keys: Sequence[bytes]) -> list[bytes]:
         """Reads the keys of a request. Raises like `RequestValidator.keys`."""
@@ -79,6 +79,20 @@ class LongCalls:
             keys += validator.unpack(bytes(part), key_bytes, session.namespace)
         return keys
 
+    @contextlib.contextmanager
+    def waiting(self, session: EngineSession) -> Iterator[bool]:
+        """Counts a call that each change wakes. Yields False if it must not wait: too many do."""
+        if self._waiting[session.tenant] >= _MAX_WAITING:
+            yield False
+            return
+        self._waiting[session.tenant] += 1
+        try:
+            yield True
+        finally:
+            self._waiting[session.tenant] -= 1
+            if not self._waiting[session.tenant]:
+                del self._waiting[session.tenant]
+
     async def flush(self, session: EngineSession, keys: Sequence[bytes], deadline: float) -> bytes:
         """Stores blocks in durable tiers, and waits for it. Returns a `DurableStatus` per key."""
         statuses: dict[bytes, int] = {}
@@ -92,15 +106,11 @@ class LongCalls:
             self._runtime.run_commands()
             statuses.update(zip(new, found, strict=True))
             pending.extend(key for key, status in zip(new, found, strict=True) if status == is_pending)
-        if pending and deadline > self._runtime.now() and self._flushes[session.tenant] < _MAX_FLUSHES:
-            self._flushes[session.tenant] += 1
-            try:
-                await self._wait_for_flush(session, pending, statuses, deadline)
-            finally:
-                self._flushes[session.tenant] -= 1
-                if not self._flushes[session.tenant]:
-                    del self._flushes[session.tenant]
-            await self._drop_settled(session, pending, statuses, even_if_pending=True)
+        if pending and deadline > self._runtime.now():
+            with self.waiting(session) as may_wait:
+                if may_wait:
+                    await self._wait_for_flush(session, pending, statuses, deadline)
+                    await self._drop_settled(session, pending, statuses, even_if_pending=True)
         answer = b""
         for part in slices_of(keys, _KEY_SLICE):
             if len(part) < len(keys):
