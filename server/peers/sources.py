@@ -41,7 +41,7 @@ _MAX_BLOCKS = 4096
 """Limit of the blocks of one search: 5 µs each in one piece. The next lookup gets further ones."""
 _SWEEP_SECONDS = 10.0
 _MAX_LINKS = 256
-"""Limit of the connections for searches. Only callers without a token can invent so many tenants."""
+"""Limit of the connections for searches. Only callers without a token can invent more tenants."""
 
 _Place = tuple[Endpoint, bytes]
 """Another server, and the tag of the tenant that searches there.

@@ -37,7 +37,7 @@ _MAX_STREAMS = 256
 _MAX_STREAMS_OF = {"/kvtier.v1.EventService/WatchEvents": 1024}
 """The same for streams that hold little memory."""
 _RUNNING_BYTES = 64 << 20
-"""Memory of the requests of running calls over TCP, and over the Unix socket. A tenant gets half."""
+"""Memory of the requests of running calls over TCP, and over the Unix socket. A tenant has half."""
 _GRPC_SECONDS = 0.0002
 """Use of the event loop by a call over gRPC before and after its handler."""
 _GARBAGE_SECONDS = 0.1

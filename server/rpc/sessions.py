@@ -130,7 +130,7 @@ class SessionRegistry:
         rank = request.rank if request.HasField("rank") else None
         caller = CALLER.get()
         _apply_tenant(request.namespace, caller)
-        # Another server's token is for all tenants, and its sessions count for the tenant they name.
+        # Another server's token is for all tenants. Its sessions count for the tenant they name.
         counted = None if caller is OWNER else request.namespace.tenant
         if counted is not None and self._tenants[counted] > self.limit - len(self._sessions):
             raise Refused("LIMIT_EXCEEDED", f"tenant {counted!r} has more sessions than are free for others")

@@ -29,8 +29,8 @@ _SLICE = 512
 _FLUSH_SLICE = 256
 """A flush takes 2 to 8 µs per key."""
 _MAX_WAITING = 256
-"""Limit of the flushes, resets and ends of requests of a tenant that wait. Each change of any tenant
-wakes all of them, 10 to 20 µs each; further ones are answered at once."""
+"""Limit of the flushes, resets and ends of requests of a tenant that wait. Each change of any
+tenant wakes all of them, 10 to 20 µs each; further ones are answered at once."""
 _KEY_SLICE = 8192
 """To read and check a key of a request takes 0.1 µs."""
 _STORE_SLICE = 256

@@ -160,7 +160,7 @@ class HandoffHandler:
             publication.blocks += blocks
             publication.budgets.update(map(self._budget, blocks))
             self._publications.add(publication)
-            # A publication for which there is no room stops early, so that it pins few empty blocks.
+            # A publication without room stops early, so that it pins few empty blocks.
             may_go_on = len(publication.blocks) < len(publication.keys) and not _is_over(publication.budgets)
             if may_go_on or not self._open(publication, now):
                 return True

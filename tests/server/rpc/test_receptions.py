@@ -158,7 +158,7 @@ async def test_refusals_are_paced() -> None:
 
 
 async def test_requests_of_running_calls_share_memory() -> None:
-    """A group gets half, the next one finds room at once, and a call that waits gets freed memory."""
+    """A group gets half, the next one finds room at once, and a waiting call gets freed memory."""
     running = RunningRequests(100 * 4096)
     with contextlib.ExitStack() as opened:
         for _ in range(50):
