@@ -55,6 +55,9 @@ class LoadOperations(LookupOperations):
             request = message(cache_pb2.PrepareLoadRequest, session=session.ref, lease_id=lease_id, items=items)
             answer = yield from self._call(session, "CacheService/PrepareLoad", request)
             slots, sizes = unpack_offsets(answer.slot_offsets), unpack_offsets(answer.part_sizes_bytes)
+            if len(sizes) != len(items) or not set(sizes) <= {*self._sizes_by_group.values()}:
+                raise ServerError("the server named other sizes than those of the parts")
+        session.check_slots(slots, sizes)
         if session.region is not None:
             return Reading(session, lease_id, ReadBatch(session.region.memory[:], session.region.address, slots, sizes))
         staging = held.enter_context(self._staging.lend(sum(sizes)))

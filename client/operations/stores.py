@@ -55,6 +55,8 @@ class StoreOperations(Base):
         held.enter_context(session.using())
         answer = yield from self._prepare_store(session, keys, request_id, retain_for)
         statuses: bytes = answer.statuses
+        if len(statuses) != len(keys):
+            raise ServerError(f"the server returned {len(statuses)} statuses for {len(keys)} keys")
         if statuses == _GRANTED * len(keys):  # fast path for new blocks
             wanted = list(range(len(keys)))
             sizes = self._sizes(keys) if sizes is None else sizes
@@ -64,6 +66,7 @@ class StoreOperations(Base):
         if session.region is not None:
             memory, address = session.region.memory[:], session.region.address
             offsets = unpack_offsets(answer.slot_offsets)
+            session.check_slots(offsets, sizes)
         else:
             memory = held.enter_context(self._staging.lend(sum(sizes))) if staged else memoryview(b"")
             address, offsets = address_of(memory)[0], consecutive(sizes)

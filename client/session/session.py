@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import add
 
 from ...cuda.host.pinning import Pin, Pinning
 from ...cuda.host.region import HostRegion, RegionError
 from ...protos.v1 import common_pb2, session_pb2
 from ...protos.wire.socket_frames import HEAD_BYTES, REGION_ANSWER_BYTES, Purpose, unpack_region_bytes
-from ..errors import KVTierError, SessionLost
+from ..errors import KVTierError, ServerError, SessionLost
 from .socket_calls import SocketCalls, SocketTarget, message_of
 
 __all__ = ["AttachError", "Attachment", "ClientSession"]
@@ -118,6 +119,14 @@ class ClientSession:
     def region(self) -> HostRegion | None:
         """The mapped region; use it only within `using`."""
         return self._attachment.region if self._attachment else None
+
+    def check_slots(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+        """Raises `ServerError` if parts are not within the region. Copies check no addresses."""
+        region = self.region
+        if region is None:
+            return
+        if len(offsets) != len(sizes) or max(map(add, offsets, sizes), default=0) > region.size_bytes:
+            raise ServerError("the server named slots that are not in its region")
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:

@@ -39,11 +39,14 @@ _MAX_RELEASES = 256
 """Limit of the leases that are being released at a server that does not answer. Further ones end at
 their time."""
 _SESSION_ID_BYTES = 16
+_MAX_SESSIONS = 128
+"""Limit of the sessions of a link. Each one takes a stream of the connection, which has 256."""
 _WAIT_PART = 0.8
 """Part of the time of a search that the other server may spend to promote the blocks."""
 _SESSION_LOST = ("UNKNOWN_SESSION", "STALE_EPOCH")
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # tenants must not share a connection and its streams
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.keepalive_time_ms", 10_000),
@@ -98,6 +101,8 @@ class _Sessions:
 
 
 class PeerLink:
+    """The sessions of one tenant, and their connection."""
+
     def __init__(self, endpoint: Endpoint, credentials: Credentials, engine_id: str) -> None:
         """`engine_id`: id of this server as a client. Raises CredentialsError."""
         self.name = str(endpoint)
@@ -223,8 +228,24 @@ class PeerLink:
             sessions = self._opened.get(namespace)
             if sessions is None or sessions.has_ended:
                 self._drop(namespace)
+                self._make_room(description.world_size)
                 sessions = self._opened[namespace] = await self._open(description)
             return sessions
+
+    def _make_room(self, ranks: int) -> None:
+        """Ends the sessions of namespaces that were not used for the longest time.
+
+        Raises PeerError if one namespace needs too many.
+        """
+        if ranks > _MAX_SESSIONS:
+            raise PeerError(f"{ranks} ranks are too many; at most {_MAX_SESSIONS} can be loaded", refused=True)
+        by_use = sorted(self._opened, key=lambda each: self._opened[each].used_at)
+        used = sum(len(each.refs) for each in self._opened.values())
+        for namespace in by_use:
+            if used + ranks <= _MAX_SESSIONS:
+                return
+            used -= len(self._opened[namespace].refs)
+            self._drop(namespace)
 
     async def _open(self, description: common_pb2.Namespace) -> _Sessions:
         """Opens one session per rank, all of one engine, which therefore share the lease."""

@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -22,7 +23,7 @@ from ...protos.v1 import cache_pb2, common_pb2
 from ...tiers.base import TierFilter
 from ...tiers.errors import CoreError
 from ...tiers.remote.limits import CircuitBreaker
-from ...tiers.types import EngineSession
+from ...tiers.types import EngineSession, tenant_of
 from ..config.peers import PeersConfig
 from ..refused import Refused
 from ..rpc.slice_scheduler import SliceScheduler, slices_of
@@ -36,7 +37,18 @@ __all__ = ["Located", "PeerSources", "peer_credentials"]
 _log = get_logger(__name__)
 
 _SLICE = 512
+_MAX_BLOCKS = 4096
+"""Limit of the blocks of one search: 5 µs each in one piece. The next lookup gets further ones."""
 _SWEEP_SECONDS = 10.0
+_MAX_LINKS = 256
+"""Limit of the connections for searches. Only callers without a token can invent more tenants."""
+
+_Place = tuple[Endpoint, bytes]
+"""Another server, and the tag of the tenant that searches there.
+
+Each tenant has a connection and a circuit breaker of its own. Otherwise one tenant could take all
+streams of the connection, or make the server unreachable for others by searches that take too long.
+"""
 
 _NONE = cache_pb2.SOURCE_OUTCOME_UNSPECIFIED
 _FOUND = cache_pb2.SOURCE_OUTCOME_FOUND
@@ -97,9 +109,10 @@ class PeerSources:
         self._description_of = description_of
         self._observe = observe
         self._engine_id = f"kvtier-server-{secrets.token_hex(8)}"
-        self._links: dict[Endpoint, PeerLink] = {}
-        self._breakers: dict[Endpoint, CircuitBreaker] = defaultdict(CircuitBreaker)
-        self._searches: Counter[Endpoint] = Counter()
+        self._links: dict[_Place, PeerLink] = {}
+        """Least recently used first."""
+        self._breakers: dict[_Place, CircuitBreaker] = defaultdict(CircuitBreaker)
+        self._searches: Counter[_Place] = Counter()
         """Numbers of running searches."""
 
     async def locate(
@@ -120,7 +133,7 @@ class PeerSources:
             return Located()
         # A call over a socket runs outside of a task until it first waits. Time-outs need a task.
         located = await asyncio.get_running_loop().create_task(
-            self._locate(session, source, keys, tiers, deadline, prefix=prefix)
+            self._metered(session, self._locate(session, source, keys, tiers, deadline, prefix=prefix))
         )
         self._observe(cache_pb2.SourceOutcome.Name(located.outcome).removeprefix("SOURCE_OUTCOME_").lower())
         return located
@@ -134,25 +147,33 @@ class PeerSources:
     async def sweep(self) -> None:
         """Ends idle sessions and connections, until the task is cancelled.
 
-        It also removes the circuit breakers of addresses that no entry of the directory has.
+        It also removes circuit breakers that are not needed, and those of addresses that no entry
+        of the directory has.
         """
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             now = asyncio.get_running_loop().time()
-            for address, link in list(self._links.items()):
-                if link.end_idle_sessions(now) and not self._searches[address]:
-                    await self._drop(address)
+            for place, link in list(self._links.items()):
+                if link.end_idle_sessions(now) and not self._searches[place]:
+                    await self._drop(place)
             self._searches = +self._searches
-            for address in self._breakers.keys() - self._searches.keys():
+            for place in self._breakers.keys() - self._searches.keys():
+                address, _ = place
                 found = self._directory.find(str(address))
                 # Its `tls_name` may differ, because several listed names may have this address.
-                if found is None or (found.host, found.port) != (address.host, address.port):
-                    del self._breakers[address]
+                is_listed = found is not None and (found.host, found.port) == (address.host, address.port)
+                if not is_listed or self._breakers[place].is_idle:
+                    del self._breakers[place]
 
     async def close(self) -> None:
         self._directory.close()
-        for address in list(self._links):
-            await self._drop(address)
+        for place in list(self._links):
+            await self._drop(place)
+
+    async def _metered(self, session: EngineSession, search: Coroutine[Any, Any, Located]) -> Located:
+        """Charges a search to its session, because a task of its own is not measured otherwise."""
+        account = self._scheduler.account_of(session.id)
+        return await (search if account is None else self._scheduler.metered(account, search))
 
     async def _locate(
         self,
@@ -171,32 +192,33 @@ class PeerSources:
         if seconds <= 0:
             return Located(_UNREACHABLE)
         until = asyncio.get_running_loop().time() + seconds
-        self._searches[address] += 1
+        place = address, tenant_of(session.namespace.id)
+        self._searches[place] += 1
         try:
             async with asyncio.timeout_at(until):
-                return await self._search(session, address, keys, tiers, until, prefix=prefix)
+                return await self._search(session, place, keys, tiers, until, prefix=prefix)
         except (Refused, CoreError):  # the session has ended, or the arguments are wrong
             raise
         except asyncio.CancelledError:
-            self._breakers[address].undecided()
+            self._breakers[place].undecided()
             raise
         except Exception as error:  # noqa: BLE001 - the lookup of the call must not fail
             if seconds < self._deadline_seconds and asyncio.get_running_loop().time() >= until:
-                # The limit of the caller: it must not make the source unreachable for others.
-                self._breakers[address].undecided()
+                # The limit of the caller: it must not make the source unreachable for other calls.
+                self._breakers[place].undecided()
                 return Located(_UNREACHABLE)
-            return Located(self._failed(address, error))
+            return Located(self._failed(place, error))
         finally:
-            self._searches[address] -= 1
+            self._searches[place] -= 1
 
-    def _failed(self, address: Endpoint, error: Exception) -> cache_pb2.SourceOutcome:
+    def _failed(self, place: _Place, error: Exception) -> cache_pb2.SourceOutcome:
         """Records the failure of a search, and returns its outcome."""
-        server = str(address)
+        server = str(place[0])
         if isinstance(error, PeerError) and error.refused:
-            self._breakers[address].succeeded()
+            self._breakers[place].succeeded()
             _log.warning("no blocks from another server", server=server, reason=f"{error}")
             return _REFUSED
-        self._breakers[address].failed(f"{error}")
+        self._breakers[place].failed(f"{error}")
         if isinstance(error, PeerError | TimeoutError | CredentialsError):
             _log.warning("no blocks from another server", server=server, reason=f"{error}" or "no answer in time")
         else:
@@ -206,7 +228,7 @@ class PeerSources:
     async def _search(
         self,
         session: EngineSession,
-        address: Endpoint,
+        place: _Place,
         keys: Sequence[bytes],
         tiers: TierFilter,
         until: float,
@@ -218,21 +240,25 @@ class PeerSources:
             if len(part) < len(keys):
                 await self._scheduler.turn(session)
             lacking += self._core.shared_tiers.lacking(session, part, tiers)
+            if len(lacking) >= _MAX_BLOCKS:
+                break
         if not lacking:
             return Located(_NOT_NEEDED)
+        lacking = lacking[:_MAX_BLOCKS]
         wanted = self._affordable(session, list(dict.fromkeys(lacking)))
         if not wanted:
             return Located(_BUSY)
-        if not self._breakers[address].permits():
+        if not self._breakers[place].permits():
             return Located(_UNREACHABLE)
-        lease = await self._link_to(address).search(
+        link = await self._link_to(place)
+        lease = await link.search(
             session.namespace.id,
             self._description_of(session),
             wanted,
             prefix=prefix,
             until=until,
         )
-        self._breakers[address].succeeded()
+        self._breakers[place].succeeded()
         if lease is None:
             return Located(_ABSENT)
         # Searches at the same time may have located the same blocks, or others.
@@ -243,7 +269,7 @@ class PeerSources:
             return Located(_BUSY if lacking else _NOT_NEEDED)
         lease.items = {key: lease.items[key] for key in found}
         assert self._tier is not None
-        self._tier.locate(lease, session.namespace.id, lambda key: _bytes_of(session, key), self._breakers[address])
+        self._tier.locate(lease, session.namespace.id, lambda key: _bytes_of(session, key), self._breakers[place])
         self._core.shared_tiers.locate(self._number, session, found, self._runtime.now())
         return Located(_FOUND, found)
 
@@ -257,14 +283,19 @@ class PeerSources:
                 return keys[:number]
         return keys
 
-    def _link_to(self, address: Endpoint) -> PeerLink:
-        link = self._links.get(address)
-        if link is None:
-            link = self._links[address] = PeerLink(address, self._credentials, self._engine_id)
+    async def _link_to(self, place: _Place) -> PeerLink:
+        """Returns the link of a tenant to a server. Raises PeerError if too many are in use."""
+        if place not in self._links and len(self._links) >= _MAX_LINKS:
+            idle = next((each for each in self._links if not self._searches[each]), None)
+            if idle is None:
+                raise PeerError(f"{_MAX_LINKS} connections to other servers are in use", refused=True)
+            await self._drop(idle)
+        link = self._links.pop(place, None) or PeerLink(place[0], self._credentials, self._engine_id)
+        self._links[place] = link
         return link
 
-    async def _drop(self, address: Endpoint) -> None:
-        link = self._links.pop(address)
+    async def _drop(self, place: _Place) -> None:
+        link = self._links.pop(place)
         with contextlib.suppress(grpc.aio.AioRpcError):
             await link.close()
 

@@ -21,7 +21,7 @@ from ..auth.roles import CALLER, OWNER, is_public
 from ..refused import Refused
 from ..telemetry.logs import get_logger
 from ..telemetry.tracing import Tracing
-from .receptions import LOCAL_OR_REMOTE, PUBLIC, GrpcCaller, Receptions, RefusalPace, StreamShares
+from .receptions import LOCAL_OR_REMOTE, PUBLIC, GrpcCaller, Receptions, RefusalPace, RunningRequests, StreamShares
 from .request_bounds import RequestBounds
 from .slice_scheduler import Account, SliceScheduler
 
@@ -36,6 +36,8 @@ _MAX_STREAMS = 256
 """Maximum number of running streams of a method, over TCP and over the Unix socket."""
 _MAX_STREAMS_OF = {"/kvtier.v1.EventService/WatchEvents": 1024}
 """The same for streams that hold little memory."""
+_RUNNING_BYTES = 64 << 20
+"""Memory of the requests of running calls over TCP, and over the Unix socket. A tenant has half."""
 _GRPC_SECONDS = 0.0002
 """Use of the event loop by a call over gRPC before and after its handler."""
 _GARBAGE_SECONDS = 0.1
@@ -98,6 +100,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
             for is_local in (True, False)
             for public in (True, False)
         }
+        self._running = {is_local: RunningRequests(_RUNNING_BYTES) for is_local in (True, False)}
         self._streams: dict[tuple[bool, str], StreamShares] = {}
 
     async def intercept_service(
@@ -158,7 +161,10 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                 shares = self._streams[is_local, method] = StreamShares(_MAX_STREAMS_OF.get(method, _MAX_STREAMS))
             outcome.counted.enter_context(shares.counting(caller.group))
         if receives:
-            request = await self._receptions[is_local, is_public(method.lstrip("/"))].receive(context, caller)
+            public = is_public(method.lstrip("/"))
+            # Streams have other limits. Their requests are small, and are not kept.
+            running = None if streams or public else self._running[is_local]
+            request = await self._receptions[is_local, public].receive(context, caller, running, outcome.counted)
             outcome.received()
         return request
 

@@ -1,4 +1,4 @@
-"""Limits of gRPC calls: requests that the server receives at the same time, and running streams.
+"""Limits of gRPC calls: requests received at the same time, memory of running calls, and streams.
 
 gRPC buffers each request until it is complete. It has no limit for the memory of all incomplete
 requests, and no time limit. But gRPC receives only the first 64 KiB of a request until its call
@@ -19,11 +19,22 @@ import grpc
 
 from ..refused import Refused
 
-__all__ = ["LOCAL_OR_REMOTE", "PUBLIC", "GrpcCaller", "ReceptionLimits", "Receptions", "RefusalPace", "StreamShares"]
+__all__ = [
+    "LOCAL_OR_REMOTE",
+    "PUBLIC",
+    "GrpcCaller",
+    "ReceptionLimits",
+    "Receptions",
+    "RefusalPace",
+    "RunningRequests",
+    "StreamShares",
+]
 
 _MAX_WAITING = 256
 """Maximum number of calls of one group that wait. gRPC holds up to 64 KiB of each."""
 _MAX_ALL_WAITING = 1024
+_CALL_BYTES = 4096
+"""Memory of a running call besides its request: 2 to 4 KiB."""
 _REFUSALS_PER_SECOND = 200.0
 _REFUSAL_BURST = 50
 _REFUSAL_SECONDS = 2.0
@@ -82,10 +93,17 @@ class Receptions:
         self._waiting: dict[str, dict[asyncio.Future[None], str]] = {}
         """Waiting calls of each group, with their connections, the oldest first."""
 
-    async def receive(self, context: grpc.aio.ServicerContext, caller: GrpcCaller) -> bytes:
+    async def receive(
+        self,
+        context: grpc.aio.ServicerContext,
+        caller: GrpcCaller,
+        running: RunningRequests | None = None,
+        counted: contextlib.ExitStack | None = None,
+    ) -> bytes:
         """Returns the request of a call. Raises `Refused` on a time-out.
 
-        gRPC frees the received part of the request when the call is aborted.
+        gRPC frees the received part of the request when the call is aborted. With `running` the
+        call keeps its place until the request fits, and `counted` ends its count.
         """
         while not self._has_room(caller.group):
             self._end_oldest(caller.group)
@@ -96,8 +114,12 @@ class Receptions:
             async with asyncio.timeout(self._limits.request_seconds) as timeout:
                 self._running[key] = _Reception(caller, asyncio.get_running_loop().time(), timeout)
                 message = await context.read()
+                if running is not None and counted is not None and isinstance(message, bytes):
+                    counted.enter_context(await running.count(caller.group, len(message)))
         except TimeoutError:
-            raise Refused("LIMIT_EXCEEDED", "the request did not arrive in time") from None
+            raise Refused(
+                "LIMIT_EXCEEDED", "the request did not arrive, or found no memory beside others, in time"
+            ) from None
         finally:
             del self._running[key]
             for name in caller:
@@ -176,6 +198,51 @@ class Receptions:
             if is_in_the_way and not reception.timeout.expired():
                 reception.timeout.reschedule(now)
                 return
+
+
+class RunningRequests:
+    """Memory of the requests of running calls. Runs on the event loop.
+
+    Without this limit, calls that wait for their turn or for blocks pile up. A call of 65,536 keys
+    takes up to 25 MiB, and a client can make 256 of them on each connection.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._used: Counter[str] = Counter()
+        self._waiting: dict[asyncio.Future[None], tuple[str, int]] = {}
+
+    async def count(self, group: str, nbytes: int) -> contextlib.AbstractContextManager[None]:
+        """Waits until a request fits; returns a context whose end frees its bytes.
+
+        A group gets at most as many bytes as are then free, so others find some.
+        """
+        nbytes = min(nbytes + _CALL_BYTES, self._most)
+        while not self._fits(group, nbytes):
+            future = asyncio.get_running_loop().create_future()
+            self._waiting[future] = group, nbytes
+            try:
+                await future
+            finally:
+                self._waiting.pop(future, None)
+        self._used[group] += nbytes
+        return self._counted(group, nbytes)
+
+    @contextlib.contextmanager
+    def _counted(self, group: str, nbytes: int) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._used[group] -= nbytes
+            if not self._used[group]:
+                del self._used[group]
+            for future, (waiting, wanted) in self._waiting.items():
+                if self._fits(waiting, wanted) and not future.done():
+                    future.set_result(None)
+
+    def _fits(self, group: str, nbytes: int) -> bool:
+        free = self._most - self._used.total()
+        return nbytes <= free and (not self._used[group] or self._used[group] + nbytes <= free)
 
 
 class StreamShares:

@@ -99,7 +99,7 @@ class SessionRegistry:
         self._limiters = limiters or RateLimiters(RateConfig(), {})
         self._sessions: dict[bytes, OpenSession] = {}
         self._tenants: Counter[str | None] = Counter()
-        """Number of sessions per tenant, of callers whose credentials determine the tenant."""
+        """Number of sessions per tenant of callers with credentials; None: of callers without."""
         self._max_connections = min(_MAX_ALL_CONNECTIONS, max_descriptors() // 4)
         self._connections: Counter[str] = Counter()
         """Number of connections for calls and for the region per tenant."""
@@ -130,8 +130,10 @@ class SessionRegistry:
         rank = request.rank if request.HasField("rank") else None
         caller = CALLER.get()
         _apply_tenant(request.namespace, caller)
-        if caller.tenant is not None and self._tenants[caller.tenant] > self.limit - len(self._sessions):
-            raise Refused("LIMIT_EXCEEDED", f"tenant {caller.tenant!r} has more sessions than are free for others")
+        # Another server's token is for all tenants. Its sessions count for the tenant they name.
+        counted = None if caller is OWNER else request.namespace.tenant
+        if counted is not None and self._tenants[counted] > self.limit - len(self._sessions):
+            raise Refused("LIMIT_EXCEEDED", f"tenant {counted!r} has more sessions than are free for others")
         session_id = secrets.token_bytes(16)
         spec = namespace_spec(request.namespace)
         limiter = self._limiters.for_tenant(request.namespace.tenant)
@@ -162,7 +164,7 @@ class SessionRegistry:
             namespace=request.namespace,
         )
         self._sessions[session_id] = session
-        self._tenants[caller.tenant] += 1
+        self._tenants[counted] += 1
         self.opened += 1
         self._record_model(spec.id, session.model)
         return session
@@ -176,9 +178,10 @@ class SessionRegistry:
     def close(self, session: OpenSession) -> None:
         """Closes a session whose heartbeat stream has ended."""
         del self._sessions[session.core.id]
-        self._tenants[session.identity.tenant] -= 1
-        if not self._tenants[session.identity.tenant]:
-            del self._tenants[session.identity.tenant]
+        counted = None if session.identity is OWNER else session.namespace.tenant
+        self._tenants[counted] -= 1
+        if not self._tenants[counted]:
+            del self._tenants[counted]
         if session.limiter is not None:
             session.limiter.close_session()
         for disconnect in session.disconnects:

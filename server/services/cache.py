@@ -26,7 +26,8 @@ from .long_calls import LongCalls
 
 __all__ = ["CacheService"]
 
-_RESET_POLL_SECONDS = 0.02
+_RESET_POLL_SECONDS, _LAST_RESET_POLL_SECONDS = 0.02, 0.32
+"""Time between the first two polls of a waiting reset, which doubles, and the longest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +233,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             raise Refused("INVALID_ARGUMENT", "request_id is missing")
         finished = self._core.finish_request(session, request.request_id)
         self._runtime.run_commands()
-        while not finished.settled and (remaining := deadline - self._runtime.now()) > 0:
-            await self._runtime.wait_for_change(remaining)
+        with self._long_calls.waiting(session) as may_wait:
+            while may_wait and not finished.settled and (remaining := deadline - self._runtime.now()) > 0:
+                await self._runtime.wait_for_change(remaining)
         return cache_pb2.FinishRequestResponse(settled=finished.settled, incomplete_blocks=finished.incomplete)
 
     async def Reset(
@@ -244,10 +246,13 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self._runtime.get_finished_jobs()
         pending = self._core.reset(session, retire=request.retire)
         self._runtime.run_commands()
-        while pending and (remaining := deadline - self._runtime.now()) > 0:
-            # Polls, because the release or completion of a block does not wake this call.
-            await self._runtime.wait_for_change(min(remaining, _RESET_POLL_SECONDS))
-            pending = self._core.resetting(session)
+        poll_seconds = _RESET_POLL_SECONDS
+        with self._long_calls.waiting(session) as may_wait:
+            while may_wait and pending and (remaining := deadline - self._runtime.now()) > 0:
+                # Polls, because the release or completion of a block wakes no call.
+                await asyncio.sleep(min(remaining, poll_seconds))
+                poll_seconds = min(2 * poll_seconds, _LAST_RESET_POLL_SECONDS)
+                pending = self._core.resetting(session)
         return cache_pb2.ResetResponse(pending_blocks=pending)
 
     async def _lookup_options(

@@ -160,7 +160,9 @@ class HandoffHandler:
             publication.blocks += blocks
             publication.budgets.update(map(self._budget, blocks))
             self._publications.add(publication)
-            if len(publication.blocks) < len(publication.keys) or not self._open(publication, now):
+            # A publication without room stops early, so that it pins few empty blocks.
+            may_go_on = len(publication.blocks) < len(publication.keys) and not _is_over(publication.budgets)
+            if may_go_on or not self._open(publication, now):
                 return True
             self._publications.discard(publication)
             if most < len(publication.keys):
@@ -181,20 +183,23 @@ class HandoffHandler:
     def _open(self, publication: SlicedPublication, now: float) -> bool:
         """Opens the hold of a publication whose blocks are pinned, or refuses it.
 
-        Returns False if ended holds must be unpinned first, because they still fill the budget.
+        Returns False if blocks are missing, or if ended holds must be unpinned first, because they
+        still fill the budget.
         """
         name, direction, blocks = publication.name, publication.direction, publication.blocks
         known = self._table.get(name)
         if known is not None:  # the new hold's blocks are already pinned, so common blocks stay
             self._stats[known.direction].dropped += 1
             self._end(known, HoldEnd.REPLACED, now)
-        tenant, tokens = publication.session.tenant, publication.num_tokens
-        refused = self._refusal(tenant, len(blocks), publication.budgets)
+        tenant, tokens, count = publication.session.tenant, publication.num_tokens, len(publication.keys)
+        refused = self._refusal(tenant, count, publication.budgets)
         if refused is PublishStatus.NO_ROOM and self._pending_unpins:
             self.unpin_slice()
             return False
+        if refused is None and len(blocks) < count:
+            return False
         status = refused or PublishStatus.PUBLISHED
-        record = self._log.published(name, direction, num_tokens=tokens, blocks=len(blocks), status=status, now=now)
+        record = self._log.published(name, direction, num_tokens=tokens, blocks=count, status=status, now=now)
         if refused is not None:
             self._commands.append(HoldChanged(name))
             publication.result = refused
@@ -376,7 +381,7 @@ class HandoffHandler:
         most = MAX_HELD_ITEMS - count
         if self._table.count(tenant) >= self._max_holds or self._table.items_of(tenant) > most:
             return PublishStatus.TOO_MANY
-        return PublishStatus.NO_ROOM if any(budget.used > budget.bound for budget in budgets) else None
+        return PublishStatus.NO_ROOM if _is_over(budgets) else None
 
     def _end(self, hold: Hold, how: HoldEnd, now: float) -> None:
         self._table.remove(hold)
@@ -419,6 +424,8 @@ class HandoffHandler:
                 del self._pins[block]
                 self._budget(block).used -= block.allocated_bytes
                 block.evict_on_unpin = block.hold_only
+        if not self._pins:
+            self._pins = {}  # a dict keeps the memory of its largest size
         self._cpu_tier.queues.unprotect(block for block in blocks if block not in self._pins)
         self._cpu_tier.unpin(blocks)
         return bool(self._pending_unpins)
@@ -431,6 +438,10 @@ class HandoffHandler:
 
     def _budget(self, block: Block) -> RetentionBudget:
         return self._budgets[block.queue.share]
+
+
+def _is_over(budgets: Collection[RetentionBudget]) -> bool:
+    return any(budget.used > budget.bound for budget in budgets)
 
 
 def _budgets(shares: Sequence[TenantShare], capacity_bytes: int, part: float) -> dict[TenantShare, RetentionBudget]:

@@ -17,7 +17,7 @@ PROBE_SECONDS = 1.0
 """Time from the failure that opens the breaker to the first probe. Each probe doubles it."""
 MAX_PROBE_SECONDS = 16.0
 """Longest time between two probes of a node whose breaker is open."""
-
+_IDLE_SECONDS = 60.0
 
 MAX_AVOIDED = 1 << 14
 
@@ -76,6 +76,11 @@ class CircuitBreaker:
     @property
     def is_open(self) -> bool:
         return self._failures >= FAILURES
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it may be replaced by a new one: it is closed, or was not asked for a minute."""
+        return not self.is_open or self._clock() > self._probe_at + _IDLE_SECONDS
 
     def permits(self) -> bool:
         """Returns whether a call may be made. The caller must then report how it ended."""

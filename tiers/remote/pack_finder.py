@@ -13,13 +13,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..base import NamespaceId, TierError
+from ..types import tenant_of
 from .bucket import Bucket, ObjectMissingError, StoredObject
 from .limits import AvoidedNames
 from .object_store import NotAskedError, StoreUnavailableError
@@ -56,7 +57,9 @@ have its share, and at least 1,000."""
 LOGGED_PER_MINUTE = 10
 """Limit of the packs that the log names: a hostile store can have thousands."""
 MAX_NAMESPACES = 256
-"""The finder forgets its progress in the least recently used namespace beyond this number."""
+"""Beyond this number, the finder forgets its progress in the least recently used namespace of the
+tenant with most. Otherwise a tenant with many namespaces would make others list all their packs
+again at each lookup."""
 HOUR_SECONDS = 3600.0
 
 
@@ -171,7 +174,9 @@ class PackFinder:
             progress = self._spaces.setdefault(namespace, _Progress())
             self._spaces.move_to_end(namespace)
             if len(self._spaces) > MAX_NAMESPACES:
-                self._spaces.popitem(last=False)
+                numbers = Counter(map(tenant_of, self._spaces))
+                most = max(numbers.values())
+                del self._spaces[next(each for each in self._spaces if numbers[tenant_of(each)] == most)]
             return progress
 
     def _list_new(self, namespace: NamespaceId, progress: _Progress) -> None:

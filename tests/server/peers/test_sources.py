@@ -31,6 +31,7 @@ from kvtier.server.peers import sources
 from kvtier.server.peers.link import PeerLease
 from kvtier.server.peers.peer_tier import PeerTier
 from kvtier.tiers import base
+from kvtier.tiers.types import tenant_of
 
 PART = 16 << 10
 PATIENT = 'deadline = "5s"'
@@ -459,6 +460,22 @@ async def test_searches_at_the_same_time_share_the_bound_of_bytes(monkeypatch: p
     assert len(link.released) == 1
 
 
+async def test_a_search_has_a_bound_and_is_charged_to_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer of a source was processed in one piece of up to 0.4 s, which no account paid."""
+    monkeypatch.setattr(sources, "_MAX_BLOCKS", 10)
+    monkeypatch.setattr(sources, "PeerLink", lambda *_: FakeLink(1))
+    tier = PeerTier(20.0, MIB)
+    async with serving(tier) as calls:
+        calls.registry.tenant_of = lambda _: "acme"
+        searches = _searches_of(calls, tier, PeerDirectory(["127.0.0.1:1"]))
+        account = calls.long_calls.scheduler.account_of(calls.session.id)
+        assert account is not None
+        before, until = account.used, calls.runtime.now() + 20
+        located = await searches.locate(calls.session, "127.0.0.1:1", KEYS, EVERYWHERE, until, prefix=True)
+        assert located.keys == KEYS[:10]
+        assert account.used > before
+
+
 @pytest.mark.parametrize("how", ["short", "cancelled", "short while open", "whole"])
 async def test_calls_that_end_early_do_not_open_the_circuit_breaker(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """A tenant must not make a source unreachable for others. Nor may it use up the probes."""
@@ -469,7 +486,7 @@ async def test_calls_that_end_early_do_not_open_the_circuit_breaker(monkeypatch:
         directory = PeerDirectory(["127.0.0.1:1"])
         searches, address = _searches_of(calls, tier, directory), directory.find("127.0.0.1:1")
         assert address is not None
-        breaker = searches._breakers[address]
+        breaker = searches._breakers[address, tenant_of(calls.session.namespace.id)]
         if how == "whole":
             searches._deadline_seconds = 0.01
         if how == "short while open":
@@ -503,16 +520,16 @@ async def test_the_circuit_breaker_of_a_vanished_address_is_removed(monkeypatch:
     tier = PeerTier(60.0, MIB)
     async with serving(tier) as calls:
         searches = _searches_of(calls, tier, directory)
-        for address in ("127.0.0.1", "127.0.0.2"):
+        for address in ("127.0.0.1", "127.0.0.2") * 2:  # two failures, which open the breaker
             addresses[:] = ["127.0.0.2", address]
             directory.refresh()
             located = await searches.locate(
                 calls.session, f"{address}:1", KEYS, EVERYWHERE, calls.runtime.now() + 60, prefix=True
             )
             assert located.outcome == cache_pb2.SOURCE_OUTCOME_UNREACHABLE
-        assert {address.host for address in searches._breakers} == {"127.0.0.1", "127.0.0.2"}
+        assert {address.host for address, _ in searches._breakers} == {"127.0.0.1", "127.0.0.2"}
         sweeps = asyncio.create_task(searches.sweep())
-        await until(lambda: {address.host for address in searches._breakers} == {"127.0.0.2"})
+        await until(lambda: {address.host for address, _ in searches._breakers} == {"127.0.0.2"})
         sweeps.cancel()
         await searches.close()
 
@@ -526,7 +543,7 @@ async def test_the_circuit_breaker_of_an_address_with_two_names_remains(monkeypa
     tier = PeerTier(60.0, MIB)
     async with serving(tier) as calls:
         searches = _searches_of(calls, tier, directory)
-        for name in ("second.example", "third.example"):
+        for name in ("second.example", "third.example") * 2:
             located = await searches.locate(
                 calls.session, f"{name}:1", KEYS, EVERYWHERE, calls.runtime.now() + 60, prefix=True
             )
@@ -534,8 +551,8 @@ async def test_the_circuit_breaker_of_an_address_with_two_names_remains(monkeypa
         addresses["third.example"] = "127.0.0.3"
         directory.refresh()
         sweeps = asyncio.create_task(searches.sweep())
-        await until(lambda: "third.example" not in {address.tls_name for address in searches._breakers})
-        assert [address.tls_name for address in searches._breakers] == ["second.example"]
+        await until(lambda: "third.example" not in {address.tls_name for address, _ in searches._breakers})
+        assert [address.tls_name for address, _ in searches._breakers] == ["second.example"]
         sweeps.cancel()
         await searches.close()
 

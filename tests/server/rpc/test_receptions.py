@@ -19,6 +19,7 @@ from kvtier.server.rpc.receptions import (
     ReceptionLimits,
     Receptions,
     RefusalPace,
+    RunningRequests,
     StreamShares,
 )
 
@@ -154,3 +155,23 @@ async def test_refusals_are_paced() -> None:
         wait.cancel()
     await asyncio.gather(*waits, *crowd, return_exceptions=True)
     assert pace._held == 0
+
+
+async def test_requests_of_running_calls_share_memory() -> None:
+    """A group gets half, the next one finds room at once, and a waiting call gets freed memory."""
+    running = RunningRequests(100 * 4096)
+    with contextlib.ExitStack() as opened:
+        for _ in range(50):
+            opened.enter_context(await running.count("acme", 0))
+        waiting = asyncio.create_task(running.count("acme", 0))
+        with await running.count("zeta", 10 * 4096):
+            assert not waiting.done()
+    with await waiting:
+        assert running._used == {"acme": 4096}
+    with await running.count("acme", 1 << 40):  # larger than all memory: alone
+        other = asyncio.create_task(running.count("zeta", 0))
+        await asyncio.sleep(0)
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+    assert not running._used
+    assert not running._waiting

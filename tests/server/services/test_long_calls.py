@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from harness.payloads import key_of
-from harness.service_calls import PART, SPEC, Calls, broker_of, serving, transfers_of, until
+from harness.service_calls import PART, SPEC, Calls, broker_of, duration, serving, transfers_of, until
 from harness.shared_tier import SharedDirectory
 
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
@@ -116,6 +116,26 @@ def stop_ticks(runtime: TierRuntime) -> None:
     """Afterwards only `change` wakes waiting calls."""
     assert runtime._ticker is not None
     runtime._ticker.cancel()
+
+
+def test_few_calls_of_a_tenant_wait_for_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each change wakes all of them. Further flushes and resets are answered at once."""
+    monkeypatch.setattr("kvtier.server.services.long_calls._MAX_WAITING", 2)
+
+    async def run() -> None:
+        async with serving() as calls:
+            calls.store(KEYS[:1])
+            waiting = [asyncio.create_task(calls.flush(KEYS[:1], 3600)) for _ in range(2)]
+            await until(lambda: calls.long_calls._waiting.total() == 2)
+            assert await calls.flush(KEYS[:1], 3600) == bytes([DurableStatus.PENDING])
+            reset = await calls.service.Reset(cache_pb2.ResetRequest(wait=duration(3600)), None)
+            assert reset.pending_blocks == 1
+            for each in waiting:
+                each.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            assert not calls.long_calls._waiting
+
+    asyncio.run(run())
 
 
 def test_a_flush_misses_no_change_during_its_slices() -> None:

@@ -187,3 +187,18 @@ def test_an_abandoned_hold_counts_as_released() -> None:
     rig.core.handoffs.abandon(publication, 0.0)
     stats = rig.stats()
     assert (stats.published, stats.open, stats.released) == (1, 0, 1)
+
+
+def test_a_publication_without_room_pins_few_blocks() -> None:
+    """It is refused when the budget is full, and not only when all of its blocks are pinned."""
+    rig = HoldRig(extents=2)
+    names = keys(*range(10_000))
+    publication = rig.core.handoffs.begin(
+        rig.session, "r", names, range(len(names)), num_tokens=1, direction=P2D, duration=30.0
+    )
+    while publish_slice(rig, publication):
+        assert len(publication.blocks) < 1_000
+    assert publication.result is PublishStatus.NO_ROOM
+    while rig.core.handoffs.unpin_slice():
+        pass
+    assert nothing_is_held(rig)

@@ -332,3 +332,14 @@ def test_an_index_fits_into_its_pack() -> None:
     assert [(place.key, place.offset_bytes, place.nbytes) for place in places] == [(b"a", 28, 60), (b"b", 88, 40)]
     with pytest.raises(ValueError, match="outside"):
         decode_index(encode_index([b"a", b"b"], [60, 40]), 28, 127)
+
+
+def test_many_namespaces_of_a_tenant_forget_no_progress_of_others(
+    tier: PackTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack_finder, "MAX_NAMESPACES", 4)
+    mine = tier._finder._progress(SPACE)
+    for number in range(20):
+        tier._finder._progress(NamespaceId(OTHER_SPACE[:16] + bytes([number]) * 16))
+    assert len(tier._finder._spaces) == 4
+    assert tier._finder._progress(SPACE) is mine
