@@ -50,8 +50,7 @@ from .peers.sources import PeerSources, peer_credentials
 from .rpc.attach import SUFFIX, AttachServer
 from .rpc.grpc_batches import free_all_batches
 from .rpc.interceptor import RefusalInterceptor
-from .rpc.request_bounds import RequestBounds
-from .rpc.request_checks import RequestValidator
+from .rpc.request_checks import RefusingBounds, RequestValidator
 from .rpc.sessions import SessionRegistry
 from .rpc.slice_scheduler import SliceScheduler
 from .rpc.socket_calls import SocketCallServer
@@ -278,7 +277,7 @@ def open_listeners(
         tracing,
         authorize=access.authorize,
         audit_log=access.audit_log,
-        bounds=RequestBounds(backend.config.limits),
+        bounds=RefusingBounds(backend.config.limits),
         turns=turns,
         check_rate=backend.sessions.check_rate,
     )
@@ -337,7 +336,7 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(conversations, server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         add_device_calls(device_calls, server)
-    transfer = TransferService(runtime, sessions, validator, metrics, bulk, RequestBounds(config.limits), long_calls)
+    transfer = TransferService(runtime, sessions, validator, metrics, bulk, RefusingBounds(config.limits), long_calls)
     listeners.grpc.add_generic_rpc_handlers((transfer.handler(),))
     transfer.add_calls(listeners.socket_calls)
     reflection.enable_server_reflection([*_SERVICES, SERVICE_NAME, reflection.SERVICE_NAME], listeners.grpc)

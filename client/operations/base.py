@@ -120,9 +120,9 @@ class Base:
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, writable: bool
     ) -> tuple[list[int], list[int]]:
         """Returns addresses and sizes; raises `InvalidRequest` if the sizes do not fit the keys."""
-        if len(keys) != len(buffers):
-            raise InvalidRequest(f"{len(keys)} keys, but {len(buffers)} buffers")
         try:
+            if len(keys) != len(buffers):
+                raise InvalidRequest(f"{len(keys)} keys, but {len(buffers)} buffers")
             addresses, sizes = addresses_of(buffers, writable=writable)
         except (TypeError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
@@ -169,9 +169,13 @@ def member(kind: type[E], value: object, name: str) -> E:
 
 
 def as_json(params: Mapping[str, Any] | None) -> str:
+    if params is None:
+        return ""
+    if not isinstance(params, Mapping):
+        raise InvalidRequest(f"kv_transfer_params must be a mapping, not {params!r:.100}")
     try:
-        return json.dumps(params) if params else ""
-    except (TypeError, ValueError) as error:
+        return json.dumps(params, allow_nan=False, ensure_ascii=False) if params else ""
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"kv_transfer_params cannot be encoded as JSON: {error}") from error
 
 

@@ -14,7 +14,7 @@ from ..errors import DeadlineExceeded, DeviceUnavailable, InvalidRequest, KVTier
 from ..results import LookupResult, StoreStatus
 from ..session.session import ClientSession
 from .base import message
-from .lookups import LookupOperations
+from .lookups import LookupOperations, lease_id_of
 
 __all__ = ["DeviceOperations"]
 
@@ -100,10 +100,10 @@ class DeviceOperations(LookupOperations):
     def read_to_device(
         self, lease: LookupResult | int, items: Sequence[int], blocks: Sequence[int], *, after: Mark | None
     ) -> Operation[None]:
+        lease_id = lease_id_of(lease, items)
         session: ClientSession = yield Connect(self._timeouts.connect)
         registered = yield from self._register(session)
         event = yield from self._order(registered, after)
-        lease_id = lease if isinstance(lease, int) else lease.id
         request = message(
             transfer_pb2.LoadToDeviceRequest,
             session=session.ref,

@@ -15,7 +15,7 @@ from ..part_streams import ATTEMPTS, PartReceiver, is_retryable
 from ..results import LookupResult, ReadBatch
 from ..session.session import ClientSession
 from .base import consecutive, message
-from .lookups import LookupOperations
+from .lookups import LookupOperations, lease_id_of
 
 __all__ = ["LoadOperations", "Reading"]
 
@@ -40,15 +40,12 @@ class LoadOperations(LookupOperations):
     ) -> Operation[Reading]:
         """Begins a load. Returns memory with the parts of `items`, valid until `held` is closed.
 
-        Call `end_read` afterwards. `sizes`: part sizes of the items, if known.
+        Call `end_read` afterwards. `sizes`: part sizes of the items, if known to be hits.
         """
+        lease_id = lease_id_of(lease, items if sizes is None else ())
         session: ClientSession = yield Connect(self._timeouts.connect)
-        lease_id = lease if isinstance(lease, int) else lease.id
         held.enter_context(session.using())
-        known = (
-            isinstance(lease, LookupResult) and lease.session is session and max(items, default=0) < len(lease.slots)
-        )
-        if known and isinstance(lease, LookupResult):
+        if isinstance(lease, LookupResult) and lease.session is session and max(items, default=0) < len(lease.slots):
             slots = [lease.slots[item] for item in items]
             sizes = self._sizes(lease.keys[item] for item in items) if sizes is None else sizes
         else:

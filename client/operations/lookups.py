@@ -11,6 +11,7 @@ from ...protos.wire.packed_keys import unpack_offsets
 from ..effects import Connect, Operation
 from ..errors import InvalidRequest
 from ..results import (
+    KeyStatus,
     LookupResult,
     Medium,
     OffloadPolicy,
@@ -23,7 +24,9 @@ from ..results import (
 from ..session.session import ClientSession
 from .base import Base, as_json, duration, key_fields, member, message
 
-__all__ = ["LookupOperations"]
+__all__ = ["LookupOperations", "lease_id_of"]
+
+_READABLE = frozenset({KeyStatus.HIT, KeyStatus.HIT_PENDING})
 
 
 class LookupOperations(Base):
@@ -165,6 +168,22 @@ def lookup_result(
     )
 
 
+def lease_id_of(lease: LookupResult | int, items: Sequence[int]) -> int:
+    """Returns the id of a lease. Raises `InvalidRequest` if an item was no hit of the lookup."""
+    if isinstance(lease, int):
+        return lease
+    if not isinstance(lease, LookupResult):
+        raise InvalidRequest(f"a lease or its id is necessary, not {lease!r:.100}")
+    statuses = lease.statuses
+    try:
+        for item in items:
+            if not 0 <= item < len(statuses) or statuses[item] not in _READABLE:
+                raise InvalidRequest(f"item {item} was no hit of this lookup of {len(statuses)} keys")
+    except TypeError as error:
+        raise InvalidRequest(f"items must be a sequence of integers: {error}") from None
+    return lease.id
+
+
 def lookup_mode(prefix: bool) -> cache_pb2.LookupMode:  # noqa: FBT001 - named by its callers
     return cache_pb2.LOOKUP_MODE_PREFIX if prefix else cache_pb2.LOOKUP_MODE_EACH
 
@@ -172,6 +191,8 @@ def lookup_mode(prefix: bool) -> cache_pb2.LookupMode:  # noqa: FBT001 - named b
 def tier_filter(exclude: TierFilter | None) -> cache_pb2.TierFilter | None:
     if exclude is None:
         return None
+    if not isinstance(exclude, TierFilter):
+        raise InvalidRequest(f"exclude must be a TierFilter, not {exclude!r:.100}")
     for name in ("names", "media"):
         if isinstance(value := getattr(exclude, name), str) or not isinstance(value, Iterable):
             raise InvalidRequest(f"TierFilter.{name} must be a collection, not {value!r}")

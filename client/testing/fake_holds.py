@@ -1,4 +1,4 @@
-"""Holds of the fake server. They expire only when a test ends them: the server has no clock."""
+"""Leases, stores and holds of the fake server. They end only by calls: the server has no clock."""
 
 from __future__ import annotations
 
@@ -12,12 +12,23 @@ from ..errors import error_for
 from ..namespace import is_hold_key
 from ..results import KeyStatus
 
-__all__ = ["BlockName", "FakeHold", "FakeHolds", "FakeStore"]
+__all__ = ["BlockName", "FakeHold", "FakeHolds", "FakeLease", "FakeStore"]
 
 BlockName = tuple[bytes, bytes]
 _Name = tuple[bytes, str, str]
 
 _SECONDS = 30
+
+
+@dataclass(slots=True)
+class FakeLease:
+    engine_id: str
+    request_id: str
+    names: list[BlockName | None]
+    blocks: dict[BlockName, dict[int, bytes]]
+    """The pinned blocks. A block stays readable even after the end of its last hold."""
+    is_reset: bool = False
+    """Whether the namespace was reset after the grant."""
 
 
 @dataclass(slots=True)
@@ -31,6 +42,8 @@ class FakeStore:
     staged: bytearray
     missing: bytearray
     """A 1 for each byte that has not been received."""
+    is_reset: bool = False
+    """Whether the namespace was reset after the grant. Then the blocks are not published."""
 
 
 @dataclass(frozen=True, slots=True)

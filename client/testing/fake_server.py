@@ -29,22 +29,11 @@ from ..part_streams import PartReceiver
 from ..results import DurableStatus, KeyStatus, OffloadPolicy, StoreStatus
 from ..session.session import ClientSession
 from ..sync import Client
+from .fake_checks import FRAME_BYTES, LIMITS, check_bounds, check_filter, check_params, keys_of, required
 from .fake_conversations import FakeBlocks, FakeConversations, FakeStub
-from .fake_holds import BlockName, FakeHolds, FakeStore
+from .fake_holds import BlockName, FakeHolds, FakeLease, FakeStore
 
 __all__ = ["FakeServer"]
-
-_MAX_KEYS = 65536
-_MAX_FRAME_BYTES = 1 << 20
-
-
-@dataclass(slots=True)
-class _Lease:
-    engine_id: str
-    request_id: str
-    names: list[BlockName | None]
-    blocks: dict[BlockName, dict[int, bytes]]
-    """The pinned blocks. A block stays readable even after the end of its last hold."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,10 +74,10 @@ class FakeServer:
         return ConversationClient("unix:fake", tenant=tenant, stub=FakeStub(self._handle))
 
     def restart(self) -> None:
-        """Restarts the server: sessions, leases, stores, holds, conversations end; blocks stay."""
+        """Ends all sessions, leases, stores, holds and conversations; blocks stay."""
         self.epoch = secrets.randbits(62) + 1
         self._sessions: dict[bytes, _Session] = {}
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, FakeLease] = {}
         self._stores: dict[int, FakeStore] = {}
         self._holds = FakeHolds(self._ready, self._drop)
         blocks = FakeBlocks(self._nbytes, lambda name: name in self._pinned(), self._drop)
@@ -128,7 +117,8 @@ class FakeServer:
         capabilities = session_pb2.CapabilitiesResponse(
             epoch=self.epoch,
             tiers=["cpu"],
-            limits=session_pb2.Limits(max_keys=_MAX_KEYS, max_frame_bytes=_MAX_FRAME_BYTES),
+            limits=LIMITS,
+            packed_keys=True,
         )
         ref = common_pb2.SessionRef(session_id=session_id, epoch=self.epoch)
         return ClientSession(ref, capabilities, None, "a fake")
@@ -145,6 +135,7 @@ class FakeServer:
             raise NotConnected("the fake server is down")
         if self.hanging:
             raise DeadlineExceeded("the fake server hangs")
+        check_bounds(method, request)
         name = method.rpartition("/")[2]
         handlers: dict[str, Callable[[Any], Any]] = {
             "BeginRequest": self._begin_request,
@@ -178,33 +169,36 @@ class FakeServer:
             raise error_for("UNKNOWN_SESSION", "there is no such session")
         return session
 
-    def _names(self, session: _Session, keys: Sequence[bytes]) -> list[BlockName]:
-        if len(keys) > _MAX_KEYS:
-            raise error_for("TOO_MANY_KEYS", f"{len(keys)} keys in one call")
-        if any(len(key) < 5 for key in keys):
-            raise error_for("INVALID_KEY", "a key is too short")
-        return [(session.prefix, key) for key in keys]
+    def _names(self, session: _Session, request: Any) -> list[BlockName]:
+        return [(session.prefix, key) for key in keys_of(request, session.namespace)]
 
     def _ready(self, name: BlockName) -> bool:
         return name in self._blocks and len(self._blocks[name]) == self._world[name]
 
+    def _in_reset(self, prefix: bytes) -> set[BlockName]:
+        """Returns the blocks that were in use at a reset of their namespace and still are."""
+        leased = {name for lease in self._leases.values() if lease.is_reset for name in lease.blocks}
+        written = {name for store in self._stores.values() if store.is_reset for name in store.names}
+        return {name for name in leased | written if name[0] == prefix}
+
     def _begin_request(self, request: cache_pb2.BeginRequestRequest) -> cache_pb2.BeginRequestResponse:
         session = self._session(request.session)
+        owner = (session.engine_id, required(request.request_id, "request_id"))
+        check_params(request.kv_transfer_params_json)
         if request.conversation_id:
-            owner = (session.engine_id, request.request_id)
             self._conversations.begin(*owner, session.prefix, session.namespace, request.conversation_id)
         policy = cache_pb2.OffloadPolicy.Name(OffloadPolicy.BLOCK_LEVEL.value)
         return cache_pb2.BeginRequestResponse(policy=policy, lookup=self._lookup(request))
 
     def _lookup(self, request: cache_pb2.LookupRequest | cache_pb2.BeginRequestRequest) -> cache_pb2.LookupResponse:
         session = self._session(request.session)
-        self._conversations.use(session.engine_id, request.request_id, request.keys)
+        check_filter(request.exclude)
+        names, is_resetting = self._names(session, request), bool(self._in_reset(session.prefix))
+        self._conversations.use(session.engine_id, request.request_id, [key for _, key in names])
         found: list[BlockName | None] = []
-        for name in self._names(session, request.keys):
-            broken = request.mode != cache_pb2.LOOKUP_MODE_EACH and None in found[-1:]
+        for name in names:
+            broken = is_resetting or (request.mode != cache_pb2.LOOKUP_MODE_EACH and None in found[-1:])
             found.append(name if self._ready(name) and not broken else None)
-        if request.exclude.names:
-            raise error_for("INVALID_ARGUMENT", f"the tier {request.exclude.names[0]!r} to exclude does not exist")
         hits = found.index(None) if None in found else len(found)
         if request.mode != cache_pb2.LOOKUP_MODE_EACH and hits < request.min_hits:
             found[:hits], hits = [None] * hits, 0
@@ -214,21 +208,22 @@ class FakeServer:
         return cache_pb2.LookupResponse(statuses=statuses, prefix_hits=hits, sources=sources, lease_id=lease_id)
 
     def _prefetch(self, request: cache_pb2.PrefetchRequest) -> cache_pb2.PrefetchResponse:
-        names = self._names(self._session(request.session), request.keys)
+        check_filter(request.exclude)
+        names = self._names(self._session(request.session), request)
         present = sum(1 for _ in itertools.takewhile(self._ready, names))
         return cache_pb2.PrefetchResponse(present_blocks=present, missing_blocks=len(names) - present)
 
     def _grant(self, session: _Session, request_id: str, names: list[BlockName | None]) -> int:
         lease_id = next(self._ids)
         blocks = {name: self._blocks[name] for name in names if name is not None}
-        self._leases[lease_id] = _Lease(session.engine_id, request_id, names, blocks)
+        self._leases[lease_id] = FakeLease(session.engine_id, request_id, names, blocks)
         session.leases.add(lease_id)
         return lease_id
 
-    def _end_leases(self, is_ended: Callable[[_Lease], bool]) -> None:
+    def _end_leases(self, is_ended: Callable[[FakeLease], bool]) -> None:
         self._leases = {number: lease for number, lease in self._leases.items() if not is_ended(lease)}
 
-    def _lease(self, session: _Session, lease_id: int) -> _Lease:
+    def _lease(self, session: _Session, lease_id: int) -> FakeLease:
         lease = self._leases.get(lease_id)
         if lease is None:
             raise error_for("LEASE_NOT_FOUND", f"there is no lease {lease_id}")
@@ -244,7 +239,7 @@ class FakeServer:
                 raise error_for("INVALID_ARGUMENT", f"there is no item {item}")
             name = lease.names[item]
             if name is None:
-                raise error_for("NOT_READY", f"item {item} is not a hit")
+                raise error_for("INVALID_ARGUMENT", f"item {item} of the lease is a miss")
             parts.append(lease.blocks[name][session.rank])
         return parts
 
@@ -276,19 +271,18 @@ class FakeServer:
 
     def _prepare_store(self, request: cache_pb2.PrepareStoreRequest) -> cache_pb2.PrepareStoreResponse:
         session = self._session(request.session)
-        self._conversations.use(session.engine_id, request.request_id, request.keys)
+        names = self._names(session, request)
+        self._conversations.use(session.engine_id, request.request_id, [key for _, key in names])
         granted, sizes, statuses = list[BlockName](), list[int](), bytearray()
-        writing = {name for store in self._stores.values() for name in store.names if store.rank == session.rank}
-        for name in self._names(session, request.keys):
+        stores = [store for store in self._stores.values() if store.rank == session.rank and not store.is_reset]
+        writing = {name for store in stores for name in store.names}
+        for name in names:
             if session.rank in self._blocks.get(name, {}):
                 statuses.append(StoreStatus.PRESENT)
             elif name in writing or name in granted:
                 statuses.append(StoreStatus.IN_PROGRESS)
             else:
-                try:
-                    sizes.append(session.namespace.part_bytes_of(name[1]))
-                except ValueError as error:
-                    raise error_for("INVALID_KEY", str(error)) from error
+                sizes.append(session.namespace.part_bytes_of(name[1]))
                 statuses.append(StoreStatus.GRANTED)
                 granted.append(name)
         store_id = next(self._ids) if granted else 0
@@ -319,7 +313,7 @@ class FakeServer:
         end, unreceived = 0, list[int]()
         for number, (name, size) in enumerate(zip(store.names, store.sizes, strict=True)):
             end += size
-            if request.abort or number in request.failed_items:
+            if request.abort or store.is_reset or number in request.failed_items:
                 continue
             if 1 in store.missing[end - size : end]:
                 unreceived.append(number)
@@ -329,31 +323,32 @@ class FakeServer:
         return cache_pb2.CompleteStoreResponse(failed_items=unreceived)
 
     def _flush(self, request: cache_pb2.FlushRequest) -> cache_pb2.FlushResponse:
-        names = self._names(self._session(request.session), request.keys)
+        names = self._names(self._session(request.session), request)
         durable, volatile = DurableStatus.DURABLE, DurableStatus.VOLATILE
         return cache_pb2.FlushResponse(statuses=bytes(durable if self._ready(name) else volatile for name in names))
 
     def _finish_request(self, request: cache_pb2.FinishRequestRequest) -> cache_pb2.FinishRequestResponse:
         session = self._session(request.session)
-        owner = (session.engine_id, request.request_id)
+        owner = (session.engine_id, required(request.request_id, "request_id"))
         self._conversations.finish(*owner)
         self._end_leases(lambda lease: (lease.engine_id, lease.request_id) == owner)
         return cache_pb2.FinishRequestResponse(settled=True)
 
     def _reset(self, request: cache_pb2.ResetRequest) -> cache_pb2.ResetResponse:
         prefix = self._session(request.session).prefix
-        self._holds.end_all(prefix=prefix)
-        for name in [name for name in self._blocks if name[0] == prefix]:
-            del self._blocks[name], self._world[name]
-        self._end_leases(lambda lease: any(name and name[0] == prefix for name in lease.names))
-        self._stores = {
-            number: store for number, store in self._stores.items() if all(name[0] != prefix for name in store.names)
-        }
-        return cache_pb2.ResetResponse()
+        if not self._in_reset(prefix):  # a reset that runs does not begin again
+            self._holds.end_all(prefix=prefix)
+            for name in [name for name in self._blocks if name[0] == prefix]:
+                self._drop(name)
+            for lease in self._leases.values():
+                lease.is_reset |= any(name[0] == prefix for name in lease.blocks)
+            for store in self._stores.values():
+                store.is_reset |= any(name[0] == prefix for name in store.names)
+        return cache_pb2.ResetResponse(pending_blocks=len(self._in_reset(prefix)))
 
     def _publish_hold(self, request: handoff_pb2.PublishHoldRequest) -> handoff_pb2.PublishHoldResponse:
         session = self._session(request.session)
-        return self._holds.publish(session.prefix, session.engine_id, self._names(session, request.keys), request)
+        return self._holds.publish(session.prefix, session.engine_id, self._names(session, request), request)
 
     def _claim_hold(self, request: handoff_pb2.ClaimHoldRequest) -> handoff_pb2.ClaimHoldResponse:
         session = self._session(request.session)
@@ -390,9 +385,10 @@ class FakeServer:
         return transfer_pb2.PushResponse(received_bytes=received)
 
     def _pull(self, request: transfer_pb2.PullRequest, sink: PartReceiver) -> None:
+        check_bounds("TransferService/Pull", request)
         data = b"".join(self._parts(self._session(request.session), request.lease_id, request.items))
-        for start in range(0, len(data), _MAX_FRAME_BYTES):
-            payload = data[start : start + _MAX_FRAME_BYTES]
+        for start in range(0, len(data), FRAME_BYTES):
+            payload = data[start : start + FRAME_BYTES]
             checksum = xxhash.xxh3_64_intdigest(payload)
             sink.take(transfer_pb2.PullResponse(offset_bytes=start, xxh3_64=checksum, payload=payload))
 

@@ -35,7 +35,7 @@ from ..config.schema import LimitConfig
 from ..process.child_main import connect
 from ..refused import Refused
 from ..rpc.new_connections import NewConnections
-from ..rpc.request_bounds import PushFrameSizes, RequestBounds
+from ..rpc.request_checks import PushFrameSizes, RefusingBounds
 from .broker_client import BrokerClient, Stream
 from .connection_places import ConnectionPlaces, Place
 from .messages import Caller
@@ -70,7 +70,7 @@ class StreamServer:
         """`handover`: TCP connections for calls go to the server, Unix ones for streams come."""
         self._broker = broker
         self._region = region
-        self._bounds = RequestBounds(limits)
+        self._bounds = RefusingBounds(limits)
         self._max_frame_bytes = limits.max_frame_bytes
         self._frame_bytes = min(limits.max_frame_bytes, FRAME_BYTES)
         self._handover = handover

@@ -22,7 +22,7 @@ from ..refused import Refused
 from ..telemetry.logs import get_logger
 from ..telemetry.tracing import Tracing
 from .receptions import LOCAL_OR_REMOTE, PUBLIC, GrpcCaller, Receptions, RefusalPace, RunningRequests, StreamShares
-from .request_bounds import RequestBounds
+from .request_checks import RefusingBounds
 from .slice_scheduler import Account, SliceScheduler
 
 __all__ = ["RefusalInterceptor"]
@@ -75,7 +75,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         *,
         authorize: Callable[[str, Any], None] | None = None,
         audit_log: AuditLog | None = None,
-        bounds: RequestBounds | None = None,
+        bounds: RefusingBounds | None = None,
         turns: SliceScheduler | None = None,
         check_rate: Callable[[bytes], None] | None = None,
     ) -> None:

@@ -1,6 +1,6 @@
 """Validation of request arguments, before the core is called.
 
-`request_bounds` has checked the sizes of all lists and texts before.
+`RefusingBounds` has checked the sizes of all lists and texts before.
 """
 
 from __future__ import annotations
@@ -13,16 +13,54 @@ from google.protobuf.duration_pb2 import Duration
 
 from ...protos.v1 import cache_pb2, common_pb2
 from ...protos.wire.packed_keys import unpack_keys
+from ...protos.wire.request_bounds import OutOfBounds, RequestBounds
 from ...tiers.negotiation import Medium, TierFilter
 from ...tiers.types import GROUP_INDEX_BYTES, NamespaceSpec
 from ..config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
 from ..refused import Refused
 
-__all__ = ["NamesKeys", "RequestValidator", "duration_seconds"]
+__all__ = ["NamesKeys", "PushFrameSizes", "RefusingBounds", "RequestValidator", "duration_seconds"]
 
 NamesKeys: TypeAlias = (
     cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest | cache_pb2.PrefetchRequest | cache_pb2.PrepareStoreRequest
 )
+
+_SHORT_FRAME_BYTES = 4096
+_SHORT_FRAMES = 64
+
+
+class RefusingBounds(RequestBounds):
+    """Bounds of requests for the server, which answers a request beyond them with a refusal."""
+
+    def check(self, method: str, message: bytes) -> None:
+        """Checks a request of a method (Service/Method). Raises `Refused`."""
+        try:
+            super().check(method, message)
+        except OutOfBounds as error:
+            raise Refused(error.reason, str(error)) from None
+
+
+class PushFrameSizes:
+    """Bounds of the frames of one Push, because each frame costs the server the same work.
+
+    A client may send one frame per part, and parts may be short. So it may send as many frames of
+    less than 4 KiB as the store has parts, and 64 more.
+    """
+
+    def __init__(self, parts: int, most_bytes: int) -> None:
+        """`parts`: number of parts of the store; `most_bytes`: largest payload of a frame."""
+        self._most_bytes = most_bytes
+        self._short_frames = self._left = parts + _SHORT_FRAMES
+
+    def check(self, nbytes: int) -> None:
+        """Raises `Refused` if the next frame must not have this size."""
+        if nbytes > self._most_bytes:
+            raise Refused("WRONG_SIZE", f"a frame has {nbytes} bytes; the limit is {self._most_bytes}")
+        if nbytes < _SHORT_FRAME_BYTES:
+            self._left -= 1
+            if self._left < 0:
+                text = f"more than {self._short_frames} frames have less than {_SHORT_FRAME_BYTES} bytes"
+                raise Refused("WRONG_SIZE", text)
 
 
 class RequestValidator:

@@ -25,8 +25,7 @@ from ...tiers.types import EngineSession, LeaseId, StoreId
 from ..bulk.supervisor import BulkProcess
 from ..refused import Refused
 from ..rpc.attach import SUFFIX
-from ..rpc.request_bounds import PushFrameSizes, RequestBounds
-from ..rpc.request_checks import RequestValidator
+from ..rpc.request_checks import PushFrameSizes, RefusingBounds, RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..rpc.socket_calls import SocketCallServer
 from ..runtime import TierRuntime
@@ -63,7 +62,7 @@ class TransferService:
         validator: RequestValidator,
         metrics: Metrics,
         bulk: BulkProcess,
-        bounds: RequestBounds,
+        bounds: RefusingBounds,
         long_calls: LongCalls,
     ) -> None:
         self._runtime = runtime

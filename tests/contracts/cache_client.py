@@ -188,14 +188,16 @@ class CacheClientContract:
             lease.release()
 
     def test_only_hits_can_be_read(self, client: Any) -> None:
-        """A miss of the lease and an unknown item are refused."""
+        """A miss of the lease and an unknown item are refused; the lease stays."""
         keys = new_keys(2)
         client.store(keys[:1], [bytes(SMALL)])
         with client.lookup(keys) as lease:
-            with pytest.raises(LeaseLost), client.read(lease.id, [1]):
-                pass
-            with pytest.raises(InvalidRequest), client.read(lease.id, [2]):
-                pass
+            for item in (1, 2, -1):
+                for named in (lease, lease.id):
+                    with pytest.raises(InvalidRequest), client.read(named, [item]):
+                        pass
+            with client.read(lease, [0]) as batch:
+                assert bytes(batch.views()[0]) == bytes(SMALL)
 
     def test_finishing_a_request_releases_its_leases(self, client: Any) -> None:
         """Leases of other requests stay."""

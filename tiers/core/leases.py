@@ -100,7 +100,7 @@ class BlockLease:
         for item, block in zip(items, self.blocks(items), strict=True):
             offset = block.slots[rank] if block is not None and block.ready else None
             if offset is None:
-                raise self._refusal(item)
+                raise self._refusal(item, block)
             offsets.append(offset)
         return offsets
 
@@ -116,10 +116,12 @@ class BlockLease:
             self.cpu_tier.loaded_bytes += sum(sizes)
         return slots, sizes
 
-    def _refusal(self, item: int) -> InvalidItem | NotReady:
+    def _refusal(self, item: int, block: Block | None) -> InvalidItem | NotReady:
         if item >= self.keys:
             return InvalidItem(f"the lease has {self.keys} items; there is no item {item}")
-        return NotReady(f"item {item} of the lease is not a hit")
+        if block is None and self.indices is None:
+            return InvalidItem(f"item {item} of the lease is a miss")
+        return NotReady(f"item {item} of the lease is not ready")
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ LOADS = {
     "a block twice": ({"blocks": [1, 1], "items": [0, 1]}, "INVALID_ARGUMENT"),
     "an item twice": ({"blocks": [1, 2], "items": [0, 0]}, "INVALID_ARGUMENT"),
     "an item that is not there": ({"blocks": [1], "items": [9]}, "INVALID_ARGUMENT"),
-    "a miss": ({"blocks": [1], "items": [2]}, "NOT_READY"),
+    "a miss": ({"blocks": [1], "items": [2]}, "INVALID_ARGUMENT"),
     "fewer blocks than items": ({"blocks": [1], "items": [0, 1]}, "INVALID_ARGUMENT"),
     "too late": ({"blocks": [1], "items": [0], "give_up_at_nanoseconds": 1}, "DEVICE_LOST"),
 }

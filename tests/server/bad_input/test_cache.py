@@ -54,7 +54,7 @@ CACHE_CASES: dict[str, tuple[Callable[[World], dict[str, Any]], tuple[str, str |
         lambda w: {"lease_id": w.lease(), "items": [0] * 4_000_000},
         INVALID,
     ),
-    "PrepareLoad of a miss": (lambda w: {"lease_id": w.lease(keys=[*KEYS, *FRESH]), "items": [33]}, NOT_READY),
+    "PrepareLoad of a miss": (lambda w: {"lease_id": w.lease(keys=[*KEYS, *FRESH]), "items": [33]}, INVALID),
     "PrepareLoad of a block that is being stored": (
         lambda w: {"lease_id": (w.store(), w.lease(keys=FRESH))[1], "items": [0]},
         NOT_READY,

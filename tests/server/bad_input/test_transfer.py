@@ -20,7 +20,6 @@ from harness.misbehaving import (
     NO_LEASE,
     NO_STORE,
     NOT_OWNER,
-    NOT_READY,
     PART,
     STALE,
     TIMEOUT,
@@ -237,7 +236,7 @@ PULLS: dict[str, tuple[Callable[[World], tuple[Any, ...]], Outcome]] = {
     "unknown item": (lambda w: (w.mine, w.lease(), [0, 32]), INVALID),
     "item far out": (lambda w: (w.mine, w.lease(), [2**32 - 1]), INVALID),
     "more items than keys in a call": (lambda w: (w.mine, w.lease(), [0] * 1_000_000), INVALID),
-    "a miss": (lambda w: (w.mine, w.lease(keys=[*KEYS, *FRESH]), [33]), NOT_READY),
+    "a miss": (lambda w: (w.mine, w.lease(keys=[*KEYS, *FRESH]), [33]), INVALID),
 }
 
 

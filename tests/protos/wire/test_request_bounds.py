@@ -25,10 +25,9 @@ from kvtier.protos.v1 import (
     session_pb2,
     transfer_pb2,
 )
+from kvtier.protos.wire.request_bounds import OutOfBounds, RequestBounds, field_name, table_of
 from kvtier.protos.wire.socket_frames import Purpose
 from kvtier.server.config.schema import LimitConfig
-from kvtier.server.refused import Refused
-from kvtier.server.rpc.request_bounds import RequestBounds, field_name, table_of
 
 LIMITS = LimitConfig(max_keys=40, max_key_bytes=300, max_frame_bytes=4096)
 """Small limits, so that a list that is too long is made quickly. Keys may have a long length."""
@@ -104,10 +103,10 @@ def field_named(name: str) -> FieldDescriptor:
     return next(field for message in METHODS.values() for field in fields_of(message) if field_name(field) == name)
 
 
-def refusal_of_request(method: str, message: bytes) -> Refused | None:
+def refusal_of_request(method: str, message: bytes) -> OutOfBounds | None:
     try:
         RequestBounds(LIMITS).check(method, message)
-    except Refused as error:
+    except OutOfBounds as error:
         return error
     return None
 

@@ -12,16 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from ...protos.v1 import admin_pb2, cache_pb2, conversation_pb2, events_pb2, handoff_pb2, session_pb2, transfer_pb2
-from ...tiers.types import MAX_GROUPS
-from ..config.schema import LimitConfig
-from ..refused import Refused
+from ..v1 import admin_pb2, cache_pb2, conversation_pb2, events_pb2, handoff_pb2, session_pb2, transfer_pb2
 
-__all__ = ["Bound", "PushFrameSizes", "RequestBounds", "field_name", "table_of"]
+__all__ = ["Bound", "Limits", "OutOfBounds", "RequestBounds", "field_name", "table_of"]
 
 T = TypeVar("T")
 
@@ -39,6 +36,7 @@ _REPETITIONS = 16
 """How often a field that is not a list may occur. Encoders write it once; decoders merge it."""
 _TEXT, _NAME = 512, 4096
 _MAX_TIERS = 64
+_MAX_GROUPS = 256
 _MAX_MEDIA = 16
 _MAX_ATTRIBUTES = 1024
 _MAX_NAMESPACE_BYTES = 64 << 10
@@ -54,31 +52,25 @@ _EQUAL, _MAX_STEP = 16, 4096
 """How many equal lengths in a row suggest that more follow, and how many are compared at once."""
 _FIXED_BYTES = {1: 8, 5: 4}
 _VARINT, _DELIMITED = 0, 2
-_SHORT_FRAME_BYTES = 4096
-_SHORT_FRAMES = 64
 
 
-class PushFrameSizes:
-    """Bounds of the frames of one Push, because each frame costs the server the same work.
+class OutOfBounds(Exception):
+    """A request exceeds a bound or is malformed; `reason` is a name of `ErrorReason`."""
 
-    A client may send one frame per part, and parts may be short. So it may send as many frames of
-    less than 4 KiB as the store has parts, and 64 more.
-    """
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
-    def __init__(self, parts: int, most_bytes: int) -> None:
-        """`parts`: number of parts of the store; `most_bytes`: largest payload of a frame."""
-        self._most_bytes = most_bytes
-        self._short_frames = self._left = parts + _SHORT_FRAMES
 
-    def check(self, nbytes: int) -> None:
-        """Raises `Refused` if the next frame must not have this size."""
-        if nbytes > self._most_bytes:
-            raise Refused("WRONG_SIZE", f"a frame has {nbytes} bytes; the limit is {self._most_bytes}")
-        if nbytes < _SHORT_FRAME_BYTES:
-            self._left -= 1
-            if self._left < 0:
-                text = f"more than {self._short_frames} frames have less than {_SHORT_FRAME_BYTES} bytes"
-                raise Refused("WRONG_SIZE", text)
+class Limits(Protocol):
+    """Limits of a server that `table_of` needs."""
+
+    @property
+    def max_keys(self) -> int: ...
+    @property
+    def max_key_bytes(self) -> int: ...
+    @property
+    def max_frame_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +91,7 @@ class Bound:
     reason_each: str = "INVALID_ARGUMENT"
 
 
-def table_of(limits: LimitConfig) -> dict[str, Bound]:
+def table_of(limits: Limits) -> dict[str, Bound]:
     """Returns the bounds of all requests, by message and field."""
     keys = Bound(limits.max_key_bytes, limits.max_keys, "TOO_MANY_KEYS", "INVALID_KEY")
     text, name, numbers = Bound(_TEXT), Bound(_NAME, reason_each="INVALID_NAMESPACE"), Bound(most=limits.max_keys)
@@ -113,7 +105,7 @@ def table_of(limits: LimitConfig) -> dict[str, Bound]:
         "OpenRequest.served_model": text,
         "OpenRequest.namespace": Bound(_MAX_NAMESPACE_BYTES, reason_each="INVALID_NAMESPACE"),
         **{f"Namespace.{field}": name for field in ("model", "revision", "dtype", "layout", "hash_scheme", "tenant")},
-        "Namespace.groups": Bound(most=MAX_GROUPS, reason="INVALID_NAMESPACE"),
+        "Namespace.groups": Bound(most=_MAX_GROUPS, reason="INVALID_NAMESPACE"),
         "Namespace.attributes": Bound(most=_MAX_ATTRIBUTES, reason="INVALID_NAMESPACE"),
         "Namespace.AttributesEntry.key": name,
         "Namespace.AttributesEntry.value": Bound(_MAX_NAMESPACE_BYTES, reason_each="INVALID_NAMESPACE"),
@@ -160,7 +152,7 @@ def table_of(limits: LimitConfig) -> dict[str, Bound]:
         "HoldRef.engine_id": text,
         "HoldRef.request_id": text,
         "ClaimHoldRequest.request_id": text,
-        "ClaimHoldRequest.first_positions": Bound(most=MAX_GROUPS),
+        "ClaimHoldRequest.first_positions": Bound(most=_MAX_GROUPS),
         "RenewHoldsRequest.holds": Bound(most=_MAX_HOLDS),
         "ReleaseHoldsRequest.holds": Bound(most=_MAX_HOLDS),
         "ReportNotClaimedRequest.request_id": text,
@@ -183,7 +175,7 @@ def table_of(limits: LimitConfig) -> dict[str, Bound]:
 class RequestBounds:
     """Checks serialized requests against the table. Any thread may use it."""
 
-    def __init__(self, limits: LimitConfig) -> None:
+    def __init__(self, limits: Limits) -> None:
         """Raises KeyError if the table lacks a field of a request."""
         shapes = _Shapes(table_of(limits))
         self._shapes = {
@@ -198,12 +190,12 @@ class RequestBounds:
         return _OTHER_BYTES if shape is None else shape.max_bytes
 
     def check(self, method: str, message: bytes) -> None:
-        """Checks a request of a method (Service/Method). Raises `Refused`."""
+        """Checks a request of a method (Service/Method). Raises `OutOfBounds`."""
         shape = self._shapes.get(method)
         if shape is not None:
             shape.check(message)
         elif len(message) > _OTHER_BYTES:
-            raise Refused("INVALID_ARGUMENT", f"the request has {len(message)} bytes; the limit is {_OTHER_BYTES}")
+            raise OutOfBounds("INVALID_ARGUMENT", f"the request has {len(message)} bytes; the limit is {_OTHER_BYTES}")
 
     def checking(self, method: str, parse: Callable[[bytes], T]) -> Callable[[bytes], T]:
         """Returns a parser that checks a request before it parses. `method`: name as in gRPC."""
@@ -274,11 +266,11 @@ class _Field:
 
     def _check_size(self, message: bytes, begin: int, end: int) -> None:
         if not self.is_text:
-            raise Refused(self.bound.reason_each, f"{self.name}: {end - begin} bytes; the limit is {self.each}")
+            raise OutOfBounds(self.bound.reason_each, f"{self.name}: {end - begin} bytes; the limit is {self.each}")
         most = self.each or 0
         # Decodes only if the text may fit. The parser refuses a text that is not valid.
         if end - begin > _CHARACTER_BYTES * most or len(message[begin:end].decode(errors="replace")) > most:
-            raise Refused(self.bound.reason_each, f"{self.name}: more than {most} characters")
+            raise OutOfBounds(self.bound.reason_each, f"{self.name}: more than {most} characters")
 
     def _packed(self, message: bytes, begin: int, end: int) -> int:
         """Returns how many numbers a packed list has."""
@@ -290,7 +282,7 @@ class _Field:
 
     def refuse_number(self) -> NoReturn:
         what = "elements" if self.is_list else "occurrences"
-        raise Refused(self.bound.reason, f"{self.name}: more than {self.most} {what} in one call")
+        raise OutOfBounds(self.bound.reason, f"{self.name}: more than {self.most} {what} in one call")
 
 
 class _Shape:
@@ -301,7 +293,7 @@ class _Shape:
         self.max_bytes = _UNKNOWN_BYTES + sum(field.max_bytes for field in fields.values())
 
     def check(self, message: bytes) -> None:
-        """Raises `Refused` if a field exceeds its bound or the message is malformed."""
+        """Raises `OutOfBounds` if a field exceeds its bound or the message is malformed."""
         try:
             self._check(message, 0, len(message))
         except IndexError:
@@ -414,10 +406,10 @@ def _count_same(head: bytes, message: bytes, pos: int, end: int) -> int:
     return found
 
 
-def _malformed() -> Refused:
-    return Refused("INVALID_ARGUMENT", "the message cannot be parsed: it is cut off or malformed")
+def _malformed() -> OutOfBounds:
+    return OutOfBounds("INVALID_ARGUMENT", "the message cannot be parsed: it is cut off or malformed")
 
 
 def _refuse_unknown() -> NoReturn:
     most = f"{_UNKNOWN_FIELDS} unknown fields or {_UNKNOWN_BYTES} bytes in them"
-    raise Refused("INVALID_ARGUMENT", f"the message has more than {most}")
+    raise OutOfBounds("INVALID_ARGUMENT", f"the message has more than {most}")
