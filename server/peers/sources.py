@@ -250,12 +250,7 @@ class PeerSources:
     def _affordable(self, session: EngineSession, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Returns the first keys whose blocks may be in flight, besides those that are already."""
         assert self._tier is not None
-        left = self._tier.free_bytes
-        for number, key in enumerate(keys):
-            left -= _bytes_of(session, key)
-            if left < 0:
-                return keys[:number]
-        return keys
+        return keys[: self._tier.affordable(session.namespace.id, (_bytes_of(session, key) for key in keys))]
 
     def _link_to(self, address: Endpoint) -> PeerLink:
         link = self._links.get(address)
