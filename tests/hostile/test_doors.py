@@ -6,6 +6,8 @@ import contextlib
 import secrets
 import socket
 import ssl
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,6 +130,36 @@ def test_unfinished_health_checks_delay_neither_probes_nor_calls(
             each.send_for(0.1)
         assert_serves_victims(site, victims)
         assert all(each.receive_until(200 // connections) for each in attack)
+
+
+@pytest.mark.parametrize(
+    ("method", "holder"), [(CHECK, None), ("/kvtier.v1.SessionService/Capabilities", "acme-reader")]
+)
+def test_floods_of_calls_without_a_session_have_a_rate(
+    site: Site, victims: dict[str, RawSession], method: str, holder: str | None
+) -> None:
+    """Four hundred calls at a time on four connections. Others get answers in between."""
+    target, credentials = parse_endpoint(site.server.tcp), site.credentials(holder)
+    answers, is_over = [0], threading.Event()
+
+    def repeat(call: grpc.UnaryUnaryMultiCallable) -> None:
+        def again(ended: grpc.Future) -> None:
+            answers[0] += ended.code() is grpc.StatusCode.OK
+            if not is_over.is_set():
+                repeat(call)
+
+        call.future(b"", timeout=60).add_done_callback(again)
+
+    with contextlib.ExitStack() as opened:
+        channels = [opened.enter_context(connected(credentials.channel(target, (("n", n),)))) for n in range(4)]
+        began = time.monotonic()
+        for number in range(400):
+            repeat(channels[number % 4].unary_unary(method))
+        for _ in range(2):
+            assert_serves_victims(site, victims)
+        counted, elapsed = answers[0], time.monotonic() - began
+        is_over.set()
+    assert 0 < counted <= 100 + 200 * (elapsed + 1.0)
 
 
 def test_streams_of_a_caller_are_limited(site: Site) -> None:
