@@ -15,7 +15,6 @@ from kvtier.server.rpc import call_pace
 from kvtier.server.rpc.call_pace import CallPace
 from kvtier.server.rpc.receptions import GrpcCaller
 
-
 BURST = 4
 NEXT = BURST + 4
 """A delayed loop starts up to `BURST` calls at once. The next turns belong to the new caller."""
