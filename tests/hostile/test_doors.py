@@ -277,9 +277,60 @@ def test_connections_over_tcp_leave_descriptors_to_others(tmp_path: Path) -> Non
         assert "Too many open files" not in server.log
 
 
+@pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"])
+def test_a_peer_cannot_hold_all_grpc_connections(tmp_path: Path, source: str) -> None:
+    """It opens each connection again that the server closes. New clients over TCP find places.
+
+    A client with a session keeps its connection, also if it has the attacker's address.
+    """
+    server = ServerProcess(tmp_path, tcp=True, region=16 * MIB, lmdb=16 * MIB, prefix=["prlimit", "--nofile=1200:1200"])
+    is_over = threading.Event()
+
+    def is_closed(connection: socket.socket) -> bool:
+        try:
+            return not connection.recv(1 << 16)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def hold(address: tuple[str, int]) -> None:
+        with contextlib.ExitStack() as opened:
+            held: list[socket.socket] = []
+            while not is_over.wait(0.01):
+                held = [each for each in held if not is_closed(each)]
+                while len(held) < 170 and not is_over.wait(0.001):
+                    with contextlib.suppress(OSError):
+                        connection = socket.create_connection(address, 5, source_address=(source, 0))
+                        held.append(opened.enter_context(connection))
+                        connection.setblocking(False)
+                        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
+
+    with server.start(), Client(server.tcp, namespace=namespace_of(PART)) as first:
+        first.wait_until_connected(60)
+        [before] = server.status().sessions
+        host, _, port = server.tcp.rpartition(":")
+        threads = [threading.Thread(target=hold, args=((host, int(port)),)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            wait_until(lambda: "an address has too many" in server.log)
+            for _ in range(3):
+                with Client(server.tcp, namespace=namespace_of(PART)) as client:
+                    client.wait_until_connected(60)
+            assert_connects(first)
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join()
+        assert before.age.ToNanoseconds()
+        server.wait_for(lambda status: [each.pid for each in status.sessions] == [before.pid])
+        assert server.status().sessions[0].age.ToNanoseconds() > before.age.ToNanoseconds()
+
+
 def test_connections_for_the_region_leave_descriptors_to_others(tmp_path: Path) -> None:
     """An engine keeps the connections of its ended sessions, so the server must count them."""
-    server = ServerProcess(tmp_path, region=16 * MIB, lmdb=16 * MIB, prefix=["prlimit", "--nofile=400:400"])
+    server = ServerProcess(tmp_path, region=16 * MIB, lmdb=16 * MIB, prefix=["prlimit", "--nofile=1200:1200"])
     with server.start(), contextlib.ExitStack() as opened:
         for number in range(12):
             with RawSession(server.endpoint, namespace_of(PART, tenant="acme"), engine_id=f"{number}") as session:
