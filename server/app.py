@@ -128,7 +128,7 @@ class Server:
         listeners = open_listeners(backend, tracing, sockets, closers)
 
         drain, loop_lag = Drain(runtime, sessions, self._end), LoopLag()
-        status = partial(build_status, runtime, sessions, started, loop_lag)
+        status = partial(build_status, runtime, sessions, started, loop_lag, listeners.turns.pause)
         add_services(backend, listeners, AdminService(runtime, sessions, status, drain, listeners.turns), closers)
         health = await register_health(listeners.grpc)
         self.ports = bind_endpoints(config, listeners.grpc, access)
