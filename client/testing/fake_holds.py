@@ -12,19 +12,30 @@ from ..errors import error_for
 from ..namespace import is_hold_key
 from ..results import KeyStatus
 
-__all__ = ["BlockName", "FakeHold", "FakeHolds", "FakeStore"]
+__all__ = ["BlockName", "Engine", "FakeHold", "FakeHolds", "FakeLease", "FakeStore"]
 
 BlockName = tuple[bytes, bytes]
+Engine = tuple[str, bytes, str]
+"""Tenant, namespace and id of an engine."""
 _Name = tuple[bytes, str, str]
 
 _SECONDS = 30
 
 
 @dataclass(slots=True)
+class FakeLease:
+    engine: Engine
+    request_id: str
+    names: list[BlockName | None]
+    blocks: dict[BlockName, dict[int, bytes]]
+    """The pinned blocks. A block stays readable even after the end of its last hold."""
+
+
+@dataclass(slots=True)
 class FakeStore:
     """A store between PrepareStore and CompleteStore."""
 
-    engine_id: str
+    engine: Engine
     rank: int
     names: list[BlockName]
     sizes: list[int]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import heapq
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -78,7 +78,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         now, clients = self._runtime.now(), {session.core.id: session for session in self._sessions.all()}
         # Both lists are in the order of their begin, so no sort of all leases is necessary.
         leases, stores = self._runtime.core.leases(), self._runtime.core.stores()
-        oldest = heapq.merge(leases, stores, key=_begun_at)
+        both: tuple[Iterable[BlockLease | Store], ...] = (leases, stores)
+        oldest = heapq.merge(*both, key=_begun_at)
         return admin_pb2.ListLeasesResponse(
             leases=await self._describe(
                 list(islice(oldest, min(request.max_leases or _MAX_LEASES, _MAX_LEASES))),

@@ -74,7 +74,8 @@ async def build_status(
     """
     held: dict[bytes, _Held] = defaultdict(_Held)
     turn_ends = 0.0
-    for each in (*runtime.core.leases(), *runtime.core.stores()):
+    everything: list[BlockLease | Store] = [*runtime.core.leases(), *runtime.core.stores()]
+    for each in everything:
         own = held[each.owner.session_id]
         if isinstance(each, BlockLease):
             own.leases += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import groupby
@@ -75,7 +74,7 @@ class _Answers(Generic[T]):
     def drop_while(self, is_old: Callable[[T], bool]) -> None:
         """Drops old answers, from the oldest one on."""
         for tenant, own in list(self._of_tenant.items()):
-            for name in list(itertools.takewhile(lambda name, own=own: is_old(own[name]), own)):
+            while own and is_old(own[name := next(iter(own))]):
                 del own[name]
                 self._count -= 1
             if not own:
