@@ -118,6 +118,10 @@ _GRPC_OPTIONS = [
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.max_connection_idle_ms", 60_000),
     ("grpc.max_concurrent_streams", 256),
+    # By default gRPC cancels calls at random if more than 1,000 wait until the server accepts them:
+    # a burst of one tenant cancelled a fifth of the calls of another one.
+    ("grpc.server.max_pending_requests", 16_384),
+    ("grpc.server.max_pending_requests_hard_limit", 16_384),
     # Otherwise each stream may get megabytes before its call asks for them: see `Receptions`.
     ("grpc.http2.bdp_probe", 0),
 ]

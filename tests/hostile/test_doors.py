@@ -162,6 +162,32 @@ def test_floods_of_calls_without_a_session_have_a_rate(
     assert 0 < counted <= 100 + 200 * (elapsed + 1.0)
 
 
+def test_bursts_of_calls_cancel_no_calls_of_others(site: Site, victims: dict[str, RawSession]) -> None:
+    """gRPC itself cancels calls if more than a thousand wait until the server accepts them."""
+    codes, is_over, session = list[str](), threading.Event(), victims["tcp"]
+
+    def look_up() -> None:
+        while not is_over.is_set():
+            request = cache_pb2.LookupRequest(session=session.ref, keys=KEYS)
+            future = session.cache.Lookup.future(request, timeout=60)
+            codes.append(future.code().name if future.exception() is not None else "OK")
+
+    threads = [threading.Thread(target=look_up) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    token = bearer(site.tokens.token["acme-far"])
+    try:
+        for _ in range(3):
+            before = len(codes)
+            with unfinished(site, "CacheService/Lookup", [token], calls=5000, connections=20):
+                wait_until(lambda before=before: len(codes) >= before + 8)
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert set(codes) == {"OK"}
+
+
 def test_streams_of_a_caller_are_limited(site: Site) -> None:
     """A tenant that watches the health hundreds of times leaves streams to others."""
     request = health_pb2.HealthCheckRequest()
