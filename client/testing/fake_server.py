@@ -269,7 +269,7 @@ class FakeServer:
         )
 
     def _finds(self, session: _Session, lease_id: int) -> bool:
-        """Returns whether the tenant has this lease. Raises NOT_OWNER for a lease of another engine."""
+        """Returns whether the tenant has this lease. Raises NOT_OWNER for another engine's."""
         try:
             self._lease(session, lease_id)
         except LeaseLost:

@@ -60,7 +60,7 @@ class _Pace:
         """Number of answers, arrival, and event of each waiting connection."""
 
     def wait(self, connection: object = None, answers: int = 0, is_open: Callable[[], bool] = lambda: True) -> bool:
-        """Waits for the turn of a connection with so many answers.
+        """Waits for the turn of a connection that has had this number of answers.
 
         Returns False if the connection is not open, or after `forget`.
         """
@@ -141,7 +141,7 @@ class BoundedHTTPServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def count_answer(self, request: socket.socket) -> int | None:
-        """Counts an answer; returns the number of earlier ones, None if the connection is closed."""
+        """Counts an answer; returns the number of earlier ones, None if closed."""
         with self._lock:
             found = self._connections.get(request)
             if found is None:

@@ -115,7 +115,7 @@ def test_a_flood_of_connections_delays_no_probe(site: Site, port: int) -> None:
 
 @pytest.mark.parametrize("keep", [True, False], ids=["connections that stay", "new connections"])
 def test_a_scraper_gets_figures_beside_a_flood_from_its_address(port: int, *, keep: bool) -> None:
-    """A scraper that keeps its connection, as Prometheus does, and one that does not get answers."""
+    """A scraper that keeps its connection, as Prometheus does, and one that opens new ones."""
     ended = threading.Event()
 
     def flood() -> None:
@@ -139,7 +139,7 @@ def test_a_scraper_gets_figures_beside_a_flood_from_its_address(port: int, *, ke
             path = ("/metrics", "/status.json")[number % 2]
             with contextlib.suppress(OSError, HTTPException):
                 answered += get(port, path)[0] == 200
-            for _ in range(2):  # a connection that the server has closed is replaced, as by Prometheus
+            for _ in range(2):  # replaces a closed connection, as Prometheus does
                 with contextlib.suppress(OSError, HTTPException):
                     scraper.request("GET", path)
                     answered += scraper.getresponse().read() != b""
