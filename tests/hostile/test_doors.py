@@ -163,7 +163,7 @@ def test_floods_of_calls_without_a_session_have_a_rate(
 
 
 def test_bursts_of_calls_cancel_no_calls_of_others(site: Site, victims: dict[str, RawSession]) -> None:
-    """gRPC itself cancels calls if more than a thousand wait until the server accepts them."""
+    """The gRPC library cancels calls if more than a thousand wait until the server accepts them."""
     codes, is_over, session = list[str](), threading.Event(), victims["tcp"]
 
     def look_up() -> None:
