@@ -3,12 +3,14 @@
 `python -m bench.fairness NAME ENDPOINT` is one client in its own process. An abusive client repeats
 its calls until it is killed. The honest client measures once per line of its standard input.
 
-There are two kinds of abuse. `Abuser` makes the largest legal calls with the client. `Flood`
-repeats a small serialized request on 60 connections, so that it needs little processor time.
+There are three kinds of abuse. `Abuser` makes the largest legal calls with the client. `Flood`
+repeats a small serialized request on 60 connections, so that it needs little processor time, and
+`HttpFlood` fetches pages of the metrics port.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import selectors
 import socket
@@ -18,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +35,7 @@ from kvtier.protos.wire.socket_frames import HEAD_BYTES, Purpose, pack_call, pac
 from kvtier.server.commands.admin_client import AdminClientError, ask, channel_to, follow
 
 from .measure import percentile, timed
+from .peers.base import free_port
 from .report import Report
 from .service import Service
 from .workload import Keys, connect
@@ -57,6 +60,8 @@ UNREAD_STREAMS = 32
 CONNECTIONS = 60
 GRPC_STREAMS = 60
 SESSIONS = 20
+HTTP_THREADS = 8
+PROCESSES = 4
 FLOOD_KEYS = 256
 PARAMS_BYTES = 230_000
 _PATIENCE = 30.0
@@ -241,17 +246,24 @@ class Flood:
         )
 
     def lookups_over_grpc(self) -> None:
-        call = self._channel.unary_unary("/kvtier.v1.CacheService/Lookup")
         message = cache_pb2.LookupRequest(session=self._ref, keys=self._keys, mode=2).SerializeToString()
+        self._repeat_over_grpc("kvtier.v1.CacheService/Lookup", message)
+
+    def health_checks(self) -> None:
+        self._repeat_over_grpc("grpc.health.v1.Health/Check")
+
+    def capabilities(self) -> None:
+        self._repeat_over_grpc("kvtier.v1.SessionService/Capabilities")
+
+    def _repeat_over_grpc(self, method: str, message: bytes = b"") -> None:
+        call = self._channel.unary_unary(f"/{method}")
 
         def repeat() -> None:
             while True:
                 with suppress(grpc.RpcError):
                     call(message)
 
-        for _ in range(GRPC_STREAMS - 1):
-            threading.Thread(target=repeat, daemon=True).start()
-        repeat()
+        _in_threads(repeat, GRPC_STREAMS)
 
     def sessions(self) -> None:
         """Opens and ends sessions."""
@@ -320,6 +332,37 @@ def _answers(connection: Any, missing: Counter[Any]) -> int:
     return ended
 
 
+class HttpFlood:
+    """Threads that fetch a page of the metrics port in a loop. Each public method is an abuse."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def metrics(self) -> None:
+        self._fetch("/metrics")
+
+    def status_json(self) -> None:
+        self._fetch("/status.json")
+
+    def _fetch(self, path: str) -> None:
+        def repeat() -> None:
+            while True:
+                connection = http.client.HTTPConnection(self._address, timeout=_PATIENCE)
+                with suppress(OSError, http.client.HTTPException):
+                    while True:
+                        connection.request("GET", path)
+                        connection.getresponse().read()
+                connection.close()
+
+        _in_threads(repeat, HTTP_THREADS)
+
+
+def _in_threads(repeat: Callable[[], None], threads: int) -> None:
+    for _ in range(threads - 1):
+        threading.Thread(target=repeat, daemon=True).start()
+    repeat()
+
+
 class HonestClient:
     """The honest client: lookups of hits, and stores and loads of a few blocks."""
 
@@ -360,7 +403,7 @@ class HonestClient:
 
 ABUSES = tuple(name for name in vars(Abuser) if not name.startswith("_"))
 FLOODS = tuple(name for name in vars(Flood) if not name.startswith("_"))
-
+HTTP_FLOODS = tuple(name for name in vars(HttpFlood) if not name.startswith("_"))
 
 LIMITED_FLOODS = (
     "lookups",
@@ -377,13 +420,22 @@ def measure_fairness(report: Report, directory: Path) -> None:
 
     The row `spin` shows what a client costs that only uses a processor of the machine.
     """
-    with Service(directory, REGION_BYTES, lmdb_bytes=LMDB_BYTES, config=TENANTS) as service:
+    metrics = f"127.0.0.1:{free_port()}"
+    config = f'metrics = "{metrics}"\n{TENANTS}'
+    with Service(directory, REGION_BYTES, lmdb_bytes=LMDB_BYTES, config=config) as service:
         service.start()
         with _process("honest", service.unix) as honest:
             _measure(report, honest, "alone")
             for abuse in (*ABUSES, *FLOODS):
                 with _process(abuse, service.unix):
                     _measure(report, honest, abuse.replace("_", " "))
+            for flood in HTTP_FLOODS:
+                with _process(flood, metrics):
+                    _measure(report, honest, f"fetches of {flood.replace('_', '.')}")
+            with ExitStack() as processes:
+                for _ in range(PROCESSES):
+                    processes.enter_context(_process("lookups", service.unix))
+                _measure(report, honest, f"lookups of {PROCESSES} processes")
     with Service(directory, REGION_BYTES, config=TENANTS.partition("tenants.abusive")[0] + RATES) as service:
         service.start()
         with _process("honest", service.unix) as honest:
@@ -431,8 +483,8 @@ def _main(name: str, endpoint: str) -> None:
             honest.failed = 0
             print(json.dumps({"seconds": _repeat(honest.attempt, SECONDS), "failed": honest.failed}), flush=True)
         return
-    if name in FLOODS:
-        flood = Flood(endpoint)
+    if name in FLOODS or name in HTTP_FLOODS:
+        flood = Flood(endpoint) if name in FLOODS else HttpFlood(endpoint)
         threading.Thread(target=getattr(flood, name), daemon=True).start()
         print("ready", flush=True)
         sys.stdin.read()

@@ -90,6 +90,8 @@ class PartReceiver:
     def __init__(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:
         self.completed = False
         """Whether the server has confirmed the load and released the lease."""
+        self.broke = False
+        """Whether a stream broke. Then the server may have released the lease, too."""
         self._addresses = addresses
         self._sizes = sizes
         self.missing = list(range(len(sizes)))

@@ -130,7 +130,8 @@ class SourceOutcome(enum.IntEnum):
     NONE: the lookup named no source. FOUND: the server loads blocks from there. ABSENT: the source
     has none of the blocks. NOT_NEEDED: no block is missing. NOT_LISTED: the server's setting
     `peers.servers` does not permit this source. UNREACHABLE: no answer in time. REFUSED: the source
-    refused the server's call. BUSY: the loads in progress use up `peers.in_flight`.
+    refused the server's call. BUSY: the loads in progress use up the tenant's share of
+    `peers.in_flight`.
     """
 
     NONE = cache_pb2.SOURCE_OUTCOME_UNSPECIFIED

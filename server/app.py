@@ -10,10 +10,12 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 
 from ..cuda.host.memory import tune_malloc
+from .config.machine import max_grpc_connections
 from .config.schema import Config
 from .drain import Drain
 from .process.gc_tuning import FullCollector, HeapTrimmer, disable_full_gc
 from .process.systemd import ServiceManager
+from .rpc.grpc_connections import GrpcConnections
 from .rpc.sessions import SessionRegistry
 from .runtime import TierRuntime
 from .services.admin import AdminService
@@ -126,7 +128,7 @@ class Server:
         listeners = open_listeners(backend, tracing, sockets, closers)
 
         drain, loop_lag = Drain(runtime, sessions, self._end), LoopLag()
-        status = partial(build_status, runtime, sessions, started, loop_lag)
+        status = partial(build_status, runtime, sessions, started, loop_lag, listeners.turns.pause)
         add_services(backend, listeners, AdminService(runtime, sessions, status, drain, listeners.turns), closers)
         health = await register_health(listeners.grpc)
         self.ports = bind_endpoints(config, listeners.grpc, access)
@@ -143,6 +145,9 @@ class Server:
             claim.restrict()
         await health.update(runtime.stats())
         self._run_until_stop(_watch(backend, health))
+        most = max_grpc_connections(len(config.endpoints))
+        connections = GrpcConnections(self.ports, most, lambda: [each.peer for each in sessions.all()])
+        self._run_until_stop(connections.watch())
         self._run_until_stop(watch_loop(metrics.loop_lag.observe, loop_lag.observe))
         closers.push_async_callback(health.shut_down)
         self._has_started = True

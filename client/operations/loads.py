@@ -10,7 +10,7 @@ from ...cuda.host.copy import HostBuffer, address_of, copy_batch
 from ...protos.v1 import cache_pb2, transfer_pb2
 from ...protos.wire.packed_keys import unpack_offsets
 from ..effects import Connect, Copy, Operation, Pull
-from ..errors import KVTierError, ServerError
+from ..errors import KVTierError, LeaseLost, NotConnected, ServerError
 from ..part_streams import ATTEMPTS, PartReceiver, is_retryable
 from ..results import LookupResult, ReadBatch
 from ..session.session import ClientSession
@@ -18,6 +18,13 @@ from .base import consecutive, message
 from .lookups import LookupOperations, lease_id_of
 
 __all__ = ["LoadOperations", "Reading"]
+
+
+class _LeaseInDoubt(NotConnected):
+    """A stream broke, and its lease has ended.
+
+    The server may have confirmed the load and released the lease, and its answer was lost.
+    """
 
 
 @dataclass(slots=True)
@@ -59,7 +66,8 @@ class LoadOperations(LookupOperations):
             return Reading(session, lease_id, ReadBatch(session.region.memory[:], session.region.address, slots, sizes))
         staging = held.enter_context(self._staging.lend(sum(sizes)))
         batch = ReadBatch(staging, address_of(staging)[0], consecutive(sizes), sizes)
-        yield from self._pull(session, lease_id, items, [batch.address + offset for offset in batch.offsets], sizes)
+        sink = PartReceiver([batch.address + offset for offset in batch.offsets], sizes)
+        yield from self._pull(session, lease_id, items, sink)
         return Reading(session, lease_id, batch)
 
     def end_read(self, session: ClientSession, lease_id: int, *, release: bool = False) -> Operation[None]:
@@ -71,21 +79,30 @@ class LoadOperations(LookupOperations):
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str, wait: float
     ) -> Operation[int]:
         destinations, sizes = self._addresses_and_sizes(keys, buffers, writable=True)
-        found = yield from self.lookup(keys, request_id=request_id, wait=wait, prefix=True, lease=None, want_slots=True)
-        if not found.prefix_hits:
-            if found.id:
-                yield from self.release([found.id])
-            return 0
-        hits = found.prefix_hits
-        try:
-            if found.session.region is None:
-                yield from self._load_by_stream(found, destinations[:hits], sizes[:hits])
+        attempt = 1
+        while True:
+            found = yield from self.lookup(
+                keys, request_id=request_id, wait=wait, prefix=True, lease=None, want_slots=True
+            )
+            if not found.prefix_hits:
+                if found.id:
+                    yield from self.release([found.id])
+                return 0
+            hits = found.prefix_hits
+            try:
+                if found.session.region is None:
+                    yield from self._load_by_stream(found, destinations[:hits], sizes[:hits])
+                else:
+                    yield from self._load_by_copy(found, destinations[:hits], sizes[:hits])
+            except _LeaseInDoubt:
+                if attempt == ATTEMPTS:
+                    raise
+                attempt += 1
+            except BaseException:
+                yield from self._ignore_errors(self.release([found.id]))
+                raise
             else:
-                yield from self._load_by_copy(found, destinations[:hits], sizes[:hits])
-        except BaseException:
-            yield from self._ignore_errors(self.release([found.id]))
-            raise
-        return hits
+                return hits
 
     def _load_by_copy(self, found: LookupResult, addresses: Sequence[int], sizes: Sequence[int]) -> Operation[None]:
         with ExitStack() as held:
@@ -98,23 +115,27 @@ class LoadOperations(LookupOperations):
             yield from self.end_read(reading.session, found.id, release=True)
 
     def _load_by_stream(self, found: LookupResult, addresses: Sequence[int], sizes: Sequence[int]) -> Operation[None]:
-        session = found.session
+        session, sink = found.session, PartReceiver(addresses, sizes)
         with session.using():
-            if not (yield from self._pull(session, found.id, range(len(sizes)), addresses, sizes, complete=True)):
-                yield from self.end_read(session, found.id, release=True)
+            try:
+                yield from self._pull(session, found.id, range(len(sizes)), sink, complete=True)
+                if not sink.completed:
+                    yield from self.end_read(session, found.id, release=True)
+            except LeaseLost as error:
+                if sink.broke:
+                    raise _LeaseInDoubt(f"a stream broke, and its lease has ended: {error}") from error
+                raise
 
     def _pull(
         self,
         session: ClientSession,
         lease_id: int,
         items: Sequence[int],
-        addresses: Sequence[int],
-        sizes: Sequence[int],
+        sink: PartReceiver,
         *,
         complete: bool = False,
-    ) -> Operation[bool]:
-        """Receives parts, with retries. Returns `PartReceiver.completed`."""
-        sink = PartReceiver(addresses, sizes)
+    ) -> Operation[None]:
+        """Receives parts, with retries."""
         attempt = 0
         while sink.missing:
             attempt += 1
@@ -131,9 +152,9 @@ class LoadOperations(LookupOperations):
             except KVTierError as error:
                 if attempt == ATTEMPTS or not is_retryable(error, session):
                     raise
+                sink.broke = True
                 sink.end_stream()
             else:
                 sink.end_stream()
                 if sink.missing:
                     raise ServerError("the server ended a stream before it had sent all parts")
-        return sink.completed

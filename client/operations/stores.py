@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from ...protos.wire.block_contents import BlockContent, pack_contents
 from ...protos.wire.packed_keys import unpack_offsets
 from ...protos.wire.part_sequence import FRAME_BYTES
 from ..effects import Connect, Copy, Operation, Push
-from ..errors import InvalidRequest, KVTierError, ServerError
+from ..errors import InvalidRequest, KVTierError, LeaseLost, NotConnected, ServerError
 from ..part_streams import ATTEMPTS, PartSender, is_retryable
 from ..results import StoreStatus, WriteBatch
 from ..session.session import ClientSession
@@ -32,6 +32,15 @@ class Writing:
     session: ClientSession
     store_id: int
     batch: WriteBatch
+    keys: Sequence[bytes]
+    request_id: str
+    retain_for: float | None
+    positions: Sequence[int]
+    """Positions in `keys` of the blocks of the store."""
+    failed: Collection[int] = ()
+    """Blocks of the store that the caller could not write."""
+    stream_broke: bool = False
+    """Whether a stream broke, so that the store may have ended without a fault of the caller."""
 
 
 class StoreOperations(Base):
@@ -71,7 +80,7 @@ class StoreOperations(Base):
             memory = held.enter_context(self._staging.lend(sum(sizes))) if staged else memoryview(b"")
             address, offsets = address_of(memory)[0], consecutive(sizes)
         batch = WriteBatch(statuses, wanted, memory, address, offsets, sizes, answer.not_retained_blocks)
-        return Writing(session, answer.store_id, batch)
+        return Writing(session, answer.store_id, batch, keys, request_id, retain_for, wanted)
 
     def end_write(
         self, writing: Writing, *, abort: bool = False, sources: Sequence[int] | None = None
@@ -80,25 +89,70 @@ class StoreOperations(Base):
 
         `sources`: addresses of the parts; None if the parts are in the staging buffer.
         """
-        session, batch = writing.session, writing.batch
-        if not writing.store_id:
-            return
+        batch = writing.batch
+        writing.failed, sizes = sorted(batch.failed), batch.sizes
+        if sources is None:
+            staged = writing.session.region is None
+            sources = [batch.address + offset for offset in batch.offsets] if staged else ()
+        attempt = 1
+        while writing.store_id:
+            try:
+                yield from self._send_and_complete(writing, sources, sizes, abort=abort)
+            except LeaseLost as error:
+                if not writing.stream_broke:
+                    raise
+                if attempt == ATTEMPTS:
+                    raise NotConnected(f"the streams of a store broke, and the store has ended: {error}") from error
+            else:
+                return
+            attempt += 1
+            kept = yield from self._prepare_again(writing)
+            sources, sizes = [sources[number] for number in kept], [sizes[number] for number in kept]
+
+    def _send_and_complete(
+        self, writing: Writing, sources: Sequence[int], sizes: Sequence[int], *, abort: bool
+    ) -> Operation[None]:
+        session = writing.session
         request = message(
             cache_pb2.CompleteStoreRequest,
             session=session.ref,
             store_id=writing.store_id,
-            failed_items=sorted(batch.failed),
+            failed_items=writing.failed,
             abort=abort,
         )
         if session.region is None and not abort:
             try:
-                if (yield from self._push(writing, sources)):
+                if (yield from self._push(writing, sources, sizes)):
                     return
             except BaseException:  # the store must not stay open, even after a cancellation
                 request.abort = True
                 yield from self._ignore_errors(self._complete_store(session, request))
                 raise
         yield from self._complete_store(session, request)
+
+    def _prepare_again(self, writing: Writing) -> Operation[list[int]]:
+        """Begins another store for the blocks that the server lacks, after an unknown outcome.
+
+        The server may have completed the store, and its answer was lost. Returns the indices in
+        `positions` of the blocks of the new store. Updates the statuses of blocks that the server
+        neither has nor grants.
+        """
+        failed = set(writing.failed)
+        written = [number for number in range(len(writing.positions)) if number not in failed]
+        positions = [writing.positions[number] for number in written]
+        wanted = [writing.keys[position] for position in positions]
+        answer = yield from self._prepare_store(writing.session, wanted, writing.request_id, writing.retain_for)
+        statuses = bytearray(writing.batch.statuses)
+        kept = []
+        for number, position, status in zip(written, positions, answer.statuses, strict=True):
+            if status == StoreStatus.GRANTED:
+                kept.append(number)
+            elif status != StoreStatus.PRESENT:
+                statuses[position] = status
+        writing.batch.statuses = bytes(statuses)
+        writing.positions = [writing.positions[number] for number in kept]
+        writing.store_id, writing.failed, writing.stream_broke = answer.store_id, (), False
+        return kept
 
     def store(
         self,
@@ -160,20 +214,19 @@ class StoreOperations(Base):
         pending: int = answer.pending_blocks
         return pending
 
-    def _push(self, writing: Writing, sources: Sequence[int] | None) -> Operation[bool]:
+    def _push(self, writing: Writing, sources: Sequence[int], sizes: Sequence[int]) -> Operation[bool]:
         """Sends parts, with retries. Returns whether a stream also completed the store."""
-        session, batch = writing.session, writing.batch
-        if sources is None:
-            sources = [batch.address + offset for offset in batch.offsets]
-        source = PartSender(session.ref, writing.store_id, sources, batch.sizes)
+        session = writing.session
+        source = PartSender(session.ref, writing.store_id, sources, sizes)
         start, attempt = 0, 1
         try:
             while True:
                 try:
-                    return (yield from self._push_from(session, source, start, complete=not batch.failed))
+                    return (yield from self._push_from(session, source, start, complete=not writing.failed))
                 except KVTierError as error:
                     if attempt == ATTEMPTS or not is_retryable(error, session):
                         raise
+                    writing.stream_broke = True
                 request = transfer_pb2.LocateRequest(session=session.ref, store_id=writing.store_id)
                 answer = yield from self._call(session, LOCATE, request)
                 start, attempt = answer.received_bytes, attempt + 1

@@ -12,9 +12,11 @@ from ..errors import error_for
 from ..namespace import is_hold_key
 from ..results import KeyStatus
 
-__all__ = ["BlockName", "FakeHold", "FakeHolds", "FakeLease", "FakeStore"]
+__all__ = ["BlockName", "Engine", "FakeHold", "FakeHolds", "FakeLease", "FakeStore"]
 
 BlockName = tuple[bytes, bytes]
+Engine = tuple[str, bytes, str]
+"""Tenant, namespace and id of an engine."""
 _Name = tuple[bytes, str, str]
 
 _SECONDS = 30
@@ -22,7 +24,7 @@ _SECONDS = 30
 
 @dataclass(slots=True)
 class FakeLease:
-    engine_id: str
+    engine: Engine
     request_id: str
     names: list[BlockName | None]
     blocks: dict[BlockName, dict[int, bytes]]
@@ -35,7 +37,7 @@ class FakeLease:
 class FakeStore:
     """A store between PrepareStore and CompleteStore."""
 
-    engine_id: str
+    engine: Engine
     rank: int
     names: list[BlockName]
     sizes: list[int]

@@ -23,7 +23,7 @@ from ...protos.v1 import admin_pb2, cache_pb2, common_pb2, handoff_pb2, session_
 from ...protos.wire.packed_keys import pack_offsets
 from ..conversation_client import ConversationClient
 from ..effects import Call, Connect, Copy, Effect, Pull, Push
-from ..errors import DeadlineExceeded, KVTierError, NotConnected, error_for
+from ..errors import DeadlineExceeded, KVTierError, LeaseLost, NotConnected, error_for
 from ..namespace import Namespace
 from ..part_streams import PartReceiver
 from ..results import DurableStatus, KeyStatus, OffloadPolicy, StoreStatus
@@ -31,7 +31,7 @@ from ..session.session import ClientSession
 from ..sync import Client
 from .fake_checks import FRAME_BYTES, LIMITS, check_bounds, check_filter, check_params, keys_of, required
 from .fake_conversations import FakeBlocks, FakeConversations, FakeStub
-from .fake_holds import BlockName, FakeHolds, FakeLease, FakeStore
+from .fake_holds import BlockName, Engine, FakeHolds, FakeLease, FakeStore
 
 __all__ = ["FakeServer"]
 
@@ -44,6 +44,10 @@ class _Session:
     prefix: bytes
     leases: set[int] = field(default_factory=set)
     stores: set[int] = field(default_factory=set)
+
+    @property
+    def engine(self) -> Engine:
+        return self.namespace.tenant, self.prefix, self.engine_id
 
 
 class FakeServer:
@@ -216,7 +220,7 @@ class FakeServer:
     def _grant(self, session: _Session, request_id: str, names: list[BlockName | None]) -> int:
         lease_id = next(self._ids)
         blocks = {name: self._blocks[name] for name in names if name is not None}
-        self._leases[lease_id] = FakeLease(session.engine_id, request_id, names, blocks)
+        self._leases[lease_id] = FakeLease(session.engine, request_id, names, blocks)
         session.leases.add(lease_id)
         return lease_id
 
@@ -225,9 +229,9 @@ class FakeServer:
 
     def _lease(self, session: _Session, lease_id: int) -> FakeLease:
         lease = self._leases.get(lease_id)
-        if lease is None:
+        if lease is None or lease.engine[0] != session.namespace.tenant:
             raise error_for("LEASE_NOT_FOUND", f"there is no lease {lease_id}")
-        if lease.engine_id != session.engine_id:
+        if lease.engine != session.engine:
             raise error_for("NOT_OWNER", f"lease {lease_id} belongs to another engine")
         return lease
 
@@ -258,16 +262,23 @@ class FakeServer:
     def _release_lease(self, request: cache_pb2.ReleaseLeaseRequest) -> cache_pb2.ReleaseLeaseResponse:
         session = self._session(request.session)
         for lease_id in request.lease_ids:
-            if lease_id in self._leases:
-                self._lease(session, lease_id)
+            if self._finds(session, lease_id):
                 del self._leases[lease_id]
         return cache_pb2.ReleaseLeaseResponse()
 
     def _touch(self, request: cache_pb2.TouchRequest) -> cache_pb2.TouchResponse:
-        self._session(request.session)
+        session = self._session(request.session)
         return cache_pb2.TouchResponse(
-            missing_lease_ids=[lease_id for lease_id in request.lease_ids if lease_id not in self._leases]
+            missing_lease_ids=[lease_id for lease_id in request.lease_ids if not self._finds(session, lease_id)]
         )
+
+    def _finds(self, session: _Session, lease_id: int) -> bool:
+        """Returns whether the tenant has this lease. Raises NOT_OWNER for another engine's."""
+        try:
+            self._lease(session, lease_id)
+        except LeaseLost:
+            return False
+        return True
 
     def _prepare_store(self, request: cache_pb2.PrepareStoreRequest) -> cache_pb2.PrepareStoreResponse:
         session = self._session(request.session)
@@ -289,7 +300,7 @@ class FakeServer:
         if granted:
             staged = bytearray(sum(sizes))
             self._stores[store_id] = FakeStore(
-                session.engine_id, session.rank, granted, sizes, staged, bytearray(b"\1" * len(staged))
+                session.engine, session.rank, granted, sizes, staged, bytearray(b"\1" * len(staged))
             )
             session.stores.add(store_id)
         return cache_pb2.PrepareStoreResponse(
@@ -298,9 +309,9 @@ class FakeServer:
 
     def _store(self, session: _Session, store_id: int) -> FakeStore:
         store = self._stores.get(store_id)
-        if store is None:
+        if store is None or store.engine[0] != session.namespace.tenant:
             raise error_for("STORE_NOT_FOUND", f"there is no store {store_id}")
-        if store.engine_id != session.engine_id:
+        if store.engine != session.engine:
             raise error_for("NOT_OWNER", f"store {store_id} belongs to another engine")
         return store
 
@@ -329,9 +340,10 @@ class FakeServer:
 
     def _finish_request(self, request: cache_pb2.FinishRequestRequest) -> cache_pb2.FinishRequestResponse:
         session = self._session(request.session)
-        owner = (session.engine_id, required(request.request_id, "request_id"))
-        self._conversations.finish(*owner)
-        self._end_leases(lambda lease: (lease.engine_id, lease.request_id) == owner)
+        request_id = required(request.request_id, "request_id")
+        self._conversations.finish(session.engine_id, request_id)
+        owner = (session.engine, request_id)
+        self._end_leases(lambda lease: (lease.engine, lease.request_id) == owner)
         return cache_pb2.FinishRequestResponse(settled=True)
 
     def _reset(self, request: cache_pb2.ResetRequest) -> cache_pb2.ResetResponse:

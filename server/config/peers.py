@@ -41,5 +41,11 @@ class PeersConfig(msgspec.Struct, frozen=True, kw_only=True):
         _duration("Maximum time to search a server for blocks, and of each load (at most 32 MiB) from it.", 0.05, 5),
     ] = 2.0
     in_flight: Annotated[
-        int, _size("Maximum size of the blocks that the server is loading from other servers.", MIB, TIB)
+        int,
+        _size(
+            "Maximum size of the blocks that the server is loading from other servers. "
+            "A tenant gets at most as much as is then free.",
+            MIB,
+            TIB,
+        ),
     ] = GIB

@@ -10,14 +10,16 @@ import asyncio
 import itertools
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ...tiers.base import BlockBytes, Entry, Medium, NamespaceId, OffloadPolicy, Outcome, SecondaryTier, Vote
+from ...tiers.core.shares import affordable
 from ...tiers.negotiation import RequestInfo
 from ...tiers.remote.limits import CircuitBreaker
+from ...tiers.types import tenant_of
 from ..config.peers import PEERS_TIER
 from ..telemetry.logs import get_logger
 from .link import LEASE_SECONDS, PeerLease
@@ -37,6 +39,7 @@ class _Located:
     nbytes: int
     until: float
     breaker: CircuitBreaker
+    tenant: bytes
 
 
 class PeerTier(SecondaryTier):
@@ -56,13 +59,14 @@ class PeerTier(SecondaryTier):
         """Located blocks whose load has not begun, oldest first."""
         self._located_bytes = 0
         """Bytes of the located blocks, until their load has ended."""
+        self._bytes_of_tenant: Counter[bytes] = Counter()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that may be located now."""
-        return self.capacity_bytes - self._located_bytes
+    def affordable(self, namespace: NamespaceId, sizes: Iterable[int]) -> int:
+        """Returns how many of the leading blocks of a namespace may be located now."""
+        own = self._bytes_of_tenant[tenant_of(namespace)]
+        return affordable(sizes, free=self.capacity_bytes - self._located_bytes, own=own)
 
     def locate(
         self, lease: PeerLease, namespace: NamespaceId, bytes_of: Callable[[bytes], int], breaker: CircuitBreaker
@@ -74,9 +78,11 @@ class PeerTier(SecondaryTier):
         with self._lock:
             lease.left += len(lease.items)
             for key, item in lease.items.items():
-                located = _Located(lease, item, bytes_of(key), time.monotonic() + LEASE_SECONDS, breaker)
+                until = time.monotonic() + LEASE_SECONDS
+                located = _Located(lease, item, bytes_of(key), until, breaker, tenant_of(namespace))
                 self._located[namespace, key] = located
                 self._located_bytes += located.nbytes
+                self._bytes_of_tenant[located.tenant] += located.nbytes
 
     def give_up(self, names: Iterable[Name]) -> None:
         """Drops located blocks whose load has not begun."""
@@ -172,6 +178,9 @@ class PeerTier(SecondaryTier):
         with self._lock:
             for located in ended:
                 self._located_bytes -= located.nbytes
+                self._bytes_of_tenant[located.tenant] -= located.nbytes
+                if not self._bytes_of_tenant[located.tenant]:
+                    del self._bytes_of_tenant[located.tenant]
                 located.lease.left -= 1
                 if not located.lease.left:
                     released.append(located.lease)

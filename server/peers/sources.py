@@ -276,12 +276,7 @@ class PeerSources:
     def _affordable(self, session: EngineSession, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Returns the first keys whose blocks may be in flight, besides those that are already."""
         assert self._tier is not None
-        left = self._tier.free_bytes
-        for number, key in enumerate(keys):
-            left -= _bytes_of(session, key)
-            if left < 0:
-                return keys[:number]
-        return keys
+        return keys[: self._tier.affordable(session.namespace.id, (_bytes_of(session, key) for key in keys))]
 
     async def _link_to(self, place: _Place) -> PeerLink:
         """Returns the link of a tenant to a server. Raises PeerError if too many are in use."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Self
 from urllib.parse import unquote
 
@@ -21,6 +21,7 @@ from ..auth.roles import CALLER, OWNER, is_public
 from ..refused import Refused
 from ..telemetry.logs import get_logger
 from ..telemetry.tracing import Tracing
+from .call_pace import CallPace
 from .receptions import LOCAL_OR_REMOTE, PUBLIC, GrpcCaller, Receptions, RefusalPace, RunningRequests, StreamShares
 from .request_checks import RefusingBounds
 from .slice_scheduler import Account, SliceScheduler
@@ -32,6 +33,9 @@ _log = get_logger(__name__)
 
 _OPEN = "/kvtier.v1.SessionService/Open"
 """The registry of sessions limits these streams."""
+_CAPABILITIES = "/kvtier.v1.SessionService/Capabilities"
+_PACED = ("/grpc.health.", "/grpc.reflection.")
+"""Begin of the methods that have a rate, with `_CAPABILITIES`."""
 _MAX_STREAMS = 256
 """Maximum number of running streams of a method, over TCP and over the Unix socket."""
 _MAX_STREAMS_OF = {"/kvtier.v1.EventService/WatchEvents": 1024}
@@ -101,6 +105,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
             for public in (True, False)
         }
         self._running = {is_local: RunningRequests(_RUNNING_BYTES) for is_local in (True, False)}
+        self._paces = {key: CallPace() for key in self._receptions}
         self._streams: dict[tuple[bool, str], StreamShares] = {}
 
     async def intercept_service(
@@ -160,11 +165,16 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
             if shares is None:
                 shares = self._streams[is_local, method] = StreamShares(_MAX_STREAMS_OF.get(method, _MAX_STREAMS))
             outcome.counted.enter_context(shares.counting(caller.group))
+        place = is_local, is_public(method.lstrip("/"))
+        is_paced = method == _CAPABILITIES or method.startswith(_PACED)
+        if is_paced and receives:
+            await self._paces[place].wait(caller)
+        elif is_paced:
+            return _paced(self._paces[place], caller, request)
         if receives:
-            public = is_public(method.lstrip("/"))
             # Streams have other limits. Their requests are small, and are not kept.
-            running = None if streams or public else self._running[is_local]
-            request = await self._receptions[is_local, public].receive(context, caller, running, outcome.counted)
+            running = None if streams or place[1] else self._running[is_local]
+            request = await self._receptions[place].receive(context, caller, running, outcome.counted)
             outcome.received()
         return request
 
@@ -282,6 +292,13 @@ def _address_of(context: grpc.aio.ServicerContext) -> str:
     # gRPC writes "ipv4:127.0.0.1:1" and "ipv6:%5B::1%5D:1".
     address = unquote(peer).partition(":")[2].rpartition(":")[0]
     return network_of(address.strip("[]"))
+
+
+async def _paced(pace: CallPace, caller: GrpcCaller, requests: Any) -> AsyncIterator[Any]:
+    """Yields the requests of a stream at a rate."""
+    async for request in requests:
+        await pace.wait(caller)
+        yield request
 
 
 async def _send(context: grpc.aio.ServicerContext, answer: Any) -> None:

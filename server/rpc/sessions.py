@@ -73,6 +73,8 @@ class OpenSession:
     limiter: RateLimiter | None = None
     namespace: common_pb2.Namespace = field(default_factory=common_pb2.Namespace)
     """The namespace as the client described it, with the tenant of the caller."""
+    peer: str = ""
+    """Connection of the heartbeat stream, as gRPC names it."""
     revoked: bool = False
     """Whether the caller's credentials have become invalid. Then the server refuses all calls."""
 

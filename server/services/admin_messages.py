@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -14,6 +16,7 @@ from ... import __version__
 from ...cuda.host.region import HostRegion
 from ...protos.v1 import admin_pb2, cache_pb2, handoff_pb2
 from ...tiers.base import OffloadPolicy
+from ...tiers.core.block import Block
 from ...tiers.core.bulk_eviction import EvictionTask
 from ...tiers.core.holds import Hold
 from ...tiers.core.in_flight_stores import Store
@@ -22,6 +25,7 @@ from ...tiers.stats.request_log import HoldRecord, LookupRecord, OutcomeRun, Req
 from ...tiers.stats.snapshots import HandoffStats, TierStats
 from ...tiers.types import NAMESPACE_BYTES, HandoffDirection, MissReason, ShareStats
 from ..rpc.sessions import PROTOCOL_VERSIONS, OpenSession, SessionRegistry
+from ..rpc.slice_scheduler import slices_of
 from ..runtime import TierRuntime
 from ..telemetry.loop_lag import LoopLag
 from .online_fsck import Progress
@@ -38,28 +42,66 @@ __all__ = [
     "lease_status",
 ]
 
+_SLICE = 512
+"""Blocks of a store that are counted at once."""
+
 POLICIES = {
     OffloadPolicy.BLOCK_LEVEL: cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL,
     OffloadPolicy.REQUEST_LEVEL: cache_pb2.OFFLOAD_POLICY_REQUEST_LEVEL,
 }
 
 
-def build_status(
-    runtime: TierRuntime, sessions: SessionRegistry, ready_at: float, loop_lag: LoopLag
+@dataclass(slots=True)
+class _Held:
+    """What a session holds."""
+
+    leases: int = 0
+    leased_blocks: int = 0
+    stores: int = 0
+    storing_bytes: int = 0
+
+
+async def build_status(
+    runtime: TierRuntime,
+    sessions: SessionRegistry,
+    ready_at: float,
+    loop_lag: LoopLag,
+    pause: Callable[[], Awaitable[float]],
 ) -> admin_pb2.GetStatusResponse:
-    """`ready_at` is in seconds on the runtime's clock."""
+    """Builds the status in slices. `ready_at` is in seconds on the runtime's clock.
+
+    `pause` waits for the next turn, and returns its end on the clock of `time.monotonic`.
+    """
+    held: dict[bytes, _Held] = defaultdict(_Held)
+    turn_ends = 0.0
+    everything: list[BlockLease | Store] = [*runtime.core.leases(), *runtime.core.stores()]
+    for each in everything:
+        own = held[each.owner.session_id]
+        if isinstance(each, BlockLease):
+            own.leases += 1
+            own.leased_blocks += each.hits
+            blocks: Sequence[Block] = ()
+        else:
+            own.stores += 1
+            blocks = each.blocks
+        for part in slices_of(blocks, _SLICE):
+            if time.monotonic() >= turn_ends:
+                turn_ends = await pause()
+            own.storing_bytes += sum(block.part_bytes for block in part)
+        if time.monotonic() >= turn_ends:
+            turn_ends = await pause()
+    described = []
+    for session in sessions.all():
+        described.append(_session_status(session, held.get(session.core.id, _Held()), runtime.now()))
+        if time.monotonic() >= turn_ends:
+            turn_ends = await pause()
     stats, now = runtime.stats(), runtime.now()
-    held: dict[bytes, list[BlockLease | Store]] = defaultdict(list)
-    for lease in runtime.core.leases():
-        held[lease.owner.session_id].append(lease)
-    for store in runtime.core.stores():
-        held[store.owner.session_id].append(store)
     return admin_pb2.GetStatusResponse(
         server_version=__version__,
         epoch=sessions.epoch,
         draining=sessions.draining,
         tiers=map(_tier_status, stats.tiers),
-        sessions=[_session_status(session, held.get(session.core.id, ()), now) for session in sessions.all()],
+        sessions=described,
         leases=stats.leases,
         stores=stats.stores,
         quarantined_bytes=stats.quarantined_bytes,
@@ -98,10 +140,7 @@ def _miss_counts(misses: Mapping[MissReason, int]) -> list[admin_pb2.MissCount]:
     ]
 
 
-def _session_status(session: OpenSession, held: Sequence[BlockLease | Store], now: float) -> admin_pb2.SessionStatus:
-    """`held` are the session's leases and stores."""
-    leases = [each for each in held if isinstance(each, BlockLease)]
-    stores = [each for each in held if isinstance(each, Store)]
+def _session_status(session: OpenSession, held: _Held, now: float) -> admin_pb2.SessionStatus:
     return admin_pb2.SessionStatus(
         client_name=session.client_name,
         engine_id=session.core.engine_id,
@@ -115,10 +154,10 @@ def _session_status(session: OpenSession, held: Sequence[BlockLease | Store], no
         age=duration_of(now - session.opened_at),
         tenant=session.core.tenant,
         namespace_id=session.core.namespace.id,
-        leases=len(leases),
-        leased_blocks=sum(lease.hits for lease in leases),
-        stores=len(stores),
-        storing_bytes=sum(block.part_bytes for store in stores for block in store.blocks),
+        leases=held.leases,
+        leased_blocks=held.leased_blocks,
+        stores=held.stores,
+        storing_bytes=held.storing_bytes,
         idle=duration_of(now - (session.heard_at if session.calls else session.opened_at)),
         calls=session.calls,
     )

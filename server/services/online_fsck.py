@@ -22,6 +22,14 @@ __all__ = ["OnlineFsck", "Progress"]
 
 _log = get_logger(__name__)
 
+_REST = 2.0
+"""After each step, and between two checks, the server rests for this multiple of the time that they
+took. Four threads that checked without a pause left an honest client a quarter of its steps."""
+_MAX_REST_SECONDS = 1.0
+"""Longest rest between two checks."""
+_HOLD_BACK_SECONDS = 1.0
+"""Delay of the refusal while another check runs."""
+
 
 @dataclass(slots=True)
 class Progress:
@@ -47,6 +55,8 @@ class OnlineFsck:
         self._runtime = runtime
         self._sessions = sessions
         self._running = False
+        self._rests_until = 0.0
+        """Time at which the next check may begin."""
 
     async def run(self, names: Sequence[str], *, repair: bool, rate: int) -> AsyncGenerator[Progress, None]:
         """Checks the tiers `names` (all if empty); yields the progress of a tier after each step.
@@ -58,17 +68,22 @@ class OnlineFsck:
         numbers = list(self._numbers(names))
         self._sessions.refuse_if_draining()
         if self._running:
-            raise Refused("FSCK_RUNNING", "another check of the tiers is running")
+            raise Refused("FSCK_RUNNING", "another check of the tiers is running", hold_back=_HOLD_BACK_SECONDS)
         self._running = True
         log = _log.bind(repair=repair)
         log.info("fsck begins", tiers=[self._runtime.tiers[number - 1].name for number in numbers])
+        began = self._rests_until
         try:
+            await self._pause(self._rests_until - time.monotonic())
+            began = time.monotonic()
             for number in numbers:
                 async with contextlib.aclosing(self._check(number, repair=repair, rate=rate)) as steps:
                     async for progress in steps:
                         yield progress
         finally:
             self._running = False
+            now = time.monotonic()
+            self._rests_until = now + min(_REST * (now - began), _MAX_REST_SECONDS)
             log.info("fsck ends")
 
     def _numbers(self, names: Sequence[str]) -> Iterator[int]:
@@ -111,7 +126,8 @@ class OnlineFsck:
             progress.total = max(progress.total, progress.blocks)
             progress.findings = step.findings
             yield
-            await self._pause(step.nbytes / rate - (time.monotonic() - began) if rate else 0.0)
+            took = time.monotonic() - began
+            await self._pause(max(_REST * took, step.nbytes / rate - took if rate else 0.0))
 
     async def _step(self, number: int, steps: Iterator[Slice]) -> Slice | None:
         """Runs a step. A cancelled call still completes the step and applies its repairs."""

@@ -69,6 +69,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self, request: session_pb2.OpenRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[session_pb2.OpenResponse]:
         session = self._sessions.open(request)
+        session.peer = context.peer() or ""
         log = _log.bind(client=session.client_name, engine=session.core.engine_id, rank=session.core.rank)
         log.info("session opened", pid=session.pid, transport=session.transport, model=session.model)
         interval = self._config.sessions.heartbeat_interval

@@ -6,13 +6,18 @@ inline scripts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from ...protos.v1.admin_pb2 import GetStatusResponse
 from .status import to_json
 
-__all__ = ["SECURITY_HEADERS", "StatusPage"]
+__all__ = ["SECURITY_HEADERS", "AsyncStatus", "StatusPage", "read_on_loop"]
+
+AsyncStatus: TypeAlias = Callable[[], Coroutine[Any, Any, GetStatusResponse]]
+_READ_SECONDS = 2.0
 
 _FOLDER = Path(__file__).parent / "page"
 _TYPES = {
@@ -49,3 +54,13 @@ class StatusPage:
     def status_json(self) -> bytes:
         """Returns the JSON of `kvtier status --json`. Raises what `status` raises."""
         return to_json(self._status()).encode()
+
+
+def read_on_loop(loop: asyncio.AbstractEventLoop, status: AsyncStatus) -> GetStatusResponse:
+    """Builds a status on the event loop, for another thread. Raises `TimeoutError`."""
+    found = asyncio.run_coroutine_threadsafe(status(), loop)
+    try:
+        return found.result(_READ_SECONDS)
+    except TimeoutError:
+        found.cancel()
+        raise

@@ -9,11 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from ...tiers.base import BlockBytes, Outcome, SecondaryTier, TierError
 from ...tiers.core.secondary import Name
+from ...tiers.types import tenant_of
 from ..telemetry.logs import get_logger
 from ..telemetry.metrics import JobObserver
 from .guard import CheckedTier, describe_error
@@ -31,7 +31,8 @@ _QUERY_SECONDS = 1.0
 _MERGED_NAMES = 4096
 """Waiting queries are merged into one call of the tier until the call has this number of names."""
 _MAX_QUERIES = 4096
-"""Maximum number of waiting queries, of at most 512 names each."""
+"""Maximum number of waiting queries, of at most 512 names each. A tenant gets at most as many as
+are then free."""
 
 Answered = Callable[[Sequence[bool]], None]
 Finished = Callable[[Sequence[Outcome]], None]
@@ -44,7 +45,40 @@ class _Query:
     keys: Sequence[Name]
     answered: Answered
     until: float
-    taken: bool = False
+
+
+class _QueryQueue:
+    """Waiting queries of all tenants, which take turns. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._of_tenant: dict[bytes, deque[_Query]] = {}
+        """Queries by the tag of the tenant, oldest first; the next tenant comes first."""
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def put(self, query: _Query) -> bool:
+        """Adds a query. Returns False if its tenant has as many as there are free places."""
+        tenant = tenant_of(query.keys[0][0])
+        with self._lock:
+            own = self._of_tenant.get(tenant, ())
+            if len(own) >= _MAX_QUERIES - self._count:
+                return False
+            self._of_tenant.setdefault(tenant, deque()).append(query)
+            self._count += 1
+            return True
+
+    def take(self) -> _Query | None:
+        """Removes the oldest query of the next tenant; None if no query waits."""
+        with self._lock:
+            tenant = next(iter(self._of_tenant), None)
+            if tenant is None:
+                return None
+            own = self._of_tenant.pop(tenant)
+            query = own.popleft()
+            if own:
+                self._of_tenant[tenant] = own
+            self._count -= 1
+            return query
 
 
 class TierWorker:
@@ -64,8 +98,8 @@ class TierWorker:
         self.free_disk_bytes: int | None = None
         """Free bytes of the tier's disk at the last measurement; None if unknown."""
         self._measuring = False
-        self._queries: deque[_Query] = deque()
-        """Queries that wait for the lookup thread, oldest first."""
+        self._queries = _QueryQueue()
+        """Queries that wait for the lookup thread."""
 
     def store(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
         """Stores blocks; calls `finished` once with the outcomes, on the worker thread."""
@@ -77,15 +111,14 @@ class TierWorker:
     def look_up(self, keys: Sequence[Name], answered: Answered) -> None:
         """Looks blocks up; calls `answered` once with the answers, or with [] if there are none.
 
-        There are none after an error, after `_QUERY_SECONDS`, and if too many queries wait.
+        There are none after an error, after `_QUERY_SECONDS`, and if too many queries of the tenant
+        wait. The first key decides the tenant.
         """
-        if len(self._queries) >= _MAX_QUERIES:
+        if not self._queries.put(_Query(keys, answered, time.monotonic() + _QUERY_SECONDS)):
             answered([])
             return
-        query = _Query(keys, answered, time.monotonic() + _QUERY_SECONDS)
-        self._queries.append(query)
         try:
-            self._threads.submit(WorkQueue.LOOKUP, "lookup", partial(self._answer_queries, query))
+            self._threads.submit(WorkQueue.LOOKUP, "lookup", self._answer_queries)
         except RuntimeError as error:  # no thread available
             self._note_failure("lookup", error)
             self._drop_queries()
@@ -184,16 +217,14 @@ class TierWorker:
         except BaseException as error:  # noqa: BLE001 - the other tiers are still closed
             _log.error("tier failed", tier=self.tier.name, operation="close", exc_info=error)
 
-    def _answer_queries(self, query: _Query) -> None:
-        """Answers a query and those that wait after it by one call of the tier.
+    def _answer_queries(self) -> None:
+        """Answers waiting queries by one call of the tier.
 
-        If the tier is slow, the call before may already have answered the query.
+        It runs once per query. If the tier is slow, earlier runs have answered several each.
         """
-        if query.taken:
-            return
         queries: list[_Query] = []
         names: list[Name] = []
-        while len(names) < _MERGED_NAMES and (each := self._take_query()) is not None:
+        while len(names) < _MERGED_NAMES and (each := self._queries.take()) is not None:
             if time.monotonic() >= each.until:
                 each.answered([])
             else:
@@ -212,17 +243,8 @@ class TierWorker:
                 each.answered(there[start : start + len(each.keys)])
                 start += len(each.keys)
 
-    def _take_query(self) -> _Query | None:
-        """Removes the oldest query. Thread-safe: each query is returned once."""
-        try:
-            query = self._queries.popleft()
-        except IndexError:
-            return None
-        query.taken = True
-        return query
-
     def _drop_queries(self) -> None:
-        while (query := self._take_query()) is not None:
+        while (query := self._queries.take()) is not None:
             query.answered([])
 
     def _begin(

@@ -1,5 +1,6 @@
 """Contract of every client, for any transport: tested with the real server and with the fake."""
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -228,6 +229,26 @@ class CacheClientContract:
             with pytest.raises(NotOwner):
                 stranger.release(lease.id)
             with friend.read(lease.id, [0]) as batch:
+                assert bytes(batch.views()[0]) == b"x" * SMALL
+
+    def test_ids_of_other_tenants_do_not_exist(self, connect: Callable[..., Any]) -> None:
+        """They are answered like unknown ids. In another namespace of the tenant: NOT_OWNER."""
+        owner = connect(NAMESPACE, engine_id="owner")
+        tenant = connect(dataclasses.replace(NAMESPACE, tenant="another"), engine_id="owner")
+        namespace = connect(dataclasses.replace(NAMESPACE, dtype="float16"), engine_id="owner")
+        keys = new_keys(1)
+        owner.store(keys, [b"x" * SMALL])
+        with owner.lookup(keys) as lease:
+            for lease_id in (lease.id, lease.id + 1):
+                with pytest.raises(LeaseLost), tenant.read(lease_id, [0]):
+                    pass
+                tenant.release(lease_id)
+                assert tenant.touch(lease_id) == [lease_id]
+            with pytest.raises(NotOwner), namespace.read(lease.id, [0]):
+                pass
+            with pytest.raises(NotOwner):
+                namespace.touch(lease.id)
+            with owner.read(lease.id, [0]) as batch:
                 assert bytes(batch.views()[0]) == b"x" * SMALL
 
     def test_namespaces_are_separate(self, connect: Callable[..., Any]) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import secrets
 import socket
 import ssl
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,6 +132,62 @@ def test_unfinished_health_checks_delay_neither_probes_nor_calls(
         assert all(each.receive_until(200 // connections) for each in attack)
 
 
+@pytest.mark.parametrize(
+    ("method", "holder"), [(CHECK, None), ("/kvtier.v1.SessionService/Capabilities", "acme-reader")]
+)
+def test_floods_of_calls_without_a_session_have_a_rate(
+    site: Site, victims: dict[str, RawSession], method: str, holder: str | None
+) -> None:
+    """Four hundred calls at a time on four connections. Others get answers in between."""
+    target, credentials = parse_endpoint(site.server.tcp), site.credentials(holder)
+    answers, is_over = [0], threading.Event()
+
+    def repeat(call: grpc.UnaryUnaryMultiCallable) -> None:
+        def again(ended: grpc.Future) -> None:
+            answers[0] += ended.code() is grpc.StatusCode.OK
+            if not is_over.is_set():
+                repeat(call)
+
+        call.future(b"", timeout=60).add_done_callback(again)
+
+    with contextlib.ExitStack() as opened:
+        channels = [opened.enter_context(connected(credentials.channel(target, (("n", n),)))) for n in range(4)]
+        began = time.monotonic()
+        for number in range(400):
+            repeat(channels[number % 4].unary_unary(method))
+        for _ in range(2):
+            assert_serves_victims(site, victims)
+        counted, elapsed = answers[0], time.monotonic() - began
+        is_over.set()
+    assert 0 < counted <= 100 + 200 * (elapsed + 1.0)
+
+
+def test_bursts_of_calls_cancel_no_calls_of_others(site: Site, victims: dict[str, RawSession]) -> None:
+    """The gRPC library cancels calls if more than a thousand wait until the server accepts them."""
+    codes, is_over, session = list[str](), threading.Event(), victims["tcp"]
+
+    def look_up() -> None:
+        while not is_over.is_set():
+            request = cache_pb2.LookupRequest(session=session.ref, keys=KEYS)
+            future = session.cache.Lookup.future(request, timeout=60)
+            codes.append(future.code().name if future.exception() is not None else "OK")
+
+    threads = [threading.Thread(target=look_up) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    token = bearer(site.tokens.token["acme-far"])
+    try:
+        for _ in range(3):
+            before = len(codes)
+            with unfinished(site, "CacheService/Lookup", [token], calls=5000, connections=20):
+                wait_until(lambda before=before: len(codes) >= before + 8)
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert set(codes) == {"OK"}
+
+
 def test_streams_of_a_caller_are_limited(site: Site) -> None:
     """A tenant that watches the health hundreds of times leaves streams to others."""
     request = health_pb2.HealthCheckRequest()
@@ -245,9 +303,60 @@ def test_connections_over_tcp_leave_descriptors_to_others(tmp_path: Path) -> Non
         assert "Too many open files" not in server.log
 
 
+@pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"])
+def test_a_peer_cannot_hold_all_grpc_connections(tmp_path: Path, source: str) -> None:
+    """It opens each connection again that the server closes. New clients over TCP find places.
+
+    A client with a session keeps its connection, also if it has the attacker's address.
+    """
+    server = ServerProcess(tmp_path, tcp=True, region=16 * MIB, lmdb=16 * MIB, prefix=["prlimit", "--nofile=1200:1200"])
+    is_over = threading.Event()
+
+    def is_closed(connection: socket.socket) -> bool:
+        try:
+            return not connection.recv(1 << 16)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def hold(address: tuple[str, int]) -> None:
+        with contextlib.ExitStack() as opened:
+            held: list[socket.socket] = []
+            while not is_over.wait(0.01):
+                held = [each for each in held if not is_closed(each)]
+                while len(held) < 170 and not is_over.wait(0.001):
+                    with contextlib.suppress(OSError):
+                        connection = socket.create_connection(address, 5, source_address=(source, 0))
+                        held.append(opened.enter_context(connection))
+                        connection.setblocking(False)
+                        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
+
+    with server.start(), Client(server.tcp, namespace=namespace_of(PART)) as first:
+        first.wait_until_connected(60)
+        [before] = server.status().sessions
+        host, _, port = server.tcp.rpartition(":")
+        threads = [threading.Thread(target=hold, args=((host, int(port)),)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            wait_until(lambda: "an address has too many" in server.log)
+            for _ in range(3):
+                with Client(server.tcp, namespace=namespace_of(PART)) as client:
+                    client.wait_until_connected(60)
+            assert_connects(first)
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join()
+        assert before.age.ToNanoseconds()
+        server.wait_for(lambda status: [each.pid for each in status.sessions] == [before.pid])
+        assert server.status().sessions[0].age.ToNanoseconds() > before.age.ToNanoseconds()
+
+
 def test_connections_for_the_region_leave_descriptors_to_others(tmp_path: Path) -> None:
     """An engine keeps the connections of its ended sessions, so the server must count them."""
-    server = ServerProcess(tmp_path, region=16 * MIB, lmdb=16 * MIB, prefix=["prlimit", "--nofile=400:400"])
+    server = ServerProcess(tmp_path, region=16 * MIB, lmdb=16 * MIB, prefix=["prlimit", "--nofile=1200:1200"])
     with server.start(), contextlib.ExitStack() as opened:
         for number in range(12):
             with RawSession(server.endpoint, namespace_of(PART, tenant="acme"), engine_id=f"{number}") as session:

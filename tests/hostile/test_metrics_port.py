@@ -73,7 +73,7 @@ def test_fetches_in_a_loop_are_bounded(site: Site, port: int) -> None:
             for thread in threads:
                 thread.join()
         seconds = uptime(port) - began + 2  # the two figures may be a second old
-    assert answers["/metrics"] + answers["/status.json"] + answers["/none"] <= 50 * (seconds + 1)
+    assert answers["/metrics"] + answers["/status.json"] + answers["/none"] <= (50 + 200) * (seconds + 1)
     assert answers["/healthz"] <= (50 + 200) * (seconds + 1)
     for path in ("/metrics", "/status.json"):
         assert len(bodies[path]) <= seconds + 2, "collected more than once a second"
@@ -111,6 +111,46 @@ def test_a_flood_of_connections_delays_no_probe(site: Site, port: int) -> None:
         ended.set()
         for thread in threads:
             thread.join()
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["connections that stay", "new connections"])
+def test_a_scraper_gets_figures_beside_a_flood_from_its_address(port: int, *, keep: bool) -> None:
+    """A scraper that keeps its connection, as Prometheus does, and one that opens new ones."""
+    ended = threading.Event()
+
+    def flood() -> None:
+        connection = HTTPConnection("127.0.0.1", port, timeout=60)
+        while not ended.is_set():
+            with contextlib.suppress(OSError, HTTPException):
+                connection.request("GET", "/metrics")
+                if keep:
+                    connection.getresponse().read()
+            if not keep:
+                connection.close()
+        connection.close()
+
+    threads = [threading.Thread(target=flood) for _ in range(60 if keep else 4)]
+    for thread in threads:
+        thread.start()
+    scraper = HTTPConnection("127.0.0.1", port, timeout=60)
+    answered = 0
+    try:
+        for number in range(10):
+            path = ("/metrics", "/status.json")[number % 2]
+            with contextlib.suppress(OSError, HTTPException):
+                answered += get(port, path)[0] == 200
+            for _ in range(2):  # replaces a closed connection, as Prometheus does
+                with contextlib.suppress(OSError, HTTPException):
+                    scraper.request("GET", path)
+                    answered += scraper.getresponse().read() != b""
+                    break
+                scraper.close()
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+        scraper.close()
+    assert answered >= 15
 
 
 def uptime(port: int) -> float:

@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Generic, TypeVar
 
 from ..base import NamespaceId, SecondaryTier, TierFilter
 from ..eviction.admission import Admission
 from ..eviction.queues import EvictionQueues
 from ..stats.eviction_history import EvictionHistory
 from ..stats.snapshots import TierStats
+from ..types import tenant_of
 from .block import Block
 from .catalog import Catalog, CatalogEntry, EntryState, UsedElsewhere
 from .event_log import EventLog
@@ -22,6 +23,7 @@ from .requests import Request
 __all__ = ["Name", "Presence", "PresenceCache", "SecondaryTierState"]
 
 Name = tuple[NamespaceId, bytes]
+T = TypeVar("T")
 
 VALID_SECONDS = 10.0
 """How long a positive answer is used. If the store drops the block during this time, a load reports
@@ -33,18 +35,61 @@ LACKED_TICKS = 10
 LATE_TICKS = 2
 """A query that has no answer after this number of ticks, one to two seconds, does not either."""
 MAX_ANSWERS = 1 << 16
+"""Limit of the cached positive answers of all tenants, and of the negative ones."""
 GATHER_SECONDS = 2.0
 """Limit of the time that a queue waits for more blocks (see `SecondaryTier.gather_bytes`)."""
+
+
+class _Answers(Generic[T]):
+    """Answers by the name of their block, oldest first.
+
+    Beyond `MAX_ANSWERS` it drops the oldest answer of the tenant with most, so that the lookups of
+    one tenant drop no answers for others.
+    """
+
+    def __init__(self) -> None:
+        self._of_tenant: dict[bytes, dict[Name, T]] = {}
+        self._count = 0
+        self._largest: dict[Name, T] = {}
+
+    def get(self, name: Name) -> T | None:
+        own = self._of_tenant.get(tenant_of(name[0]))
+        return None if own is None else own.get(name)
+
+    def set(self, name: Name, answer: T) -> None:
+        own = self._of_tenant.setdefault(tenant_of(name[0]), {})
+        self._count += own.pop(name, None) is None
+        own[name] = answer
+        if len(own) > len(self._largest):
+            self._largest = own
+        if self._count > MAX_ANSWERS:
+            del self._largest[next(iter(self._largest))]
+            self._count -= 1
+
+    def forget(self, name: Name) -> None:
+        own = self._of_tenant.get(tenant_of(name[0]))
+        if own is not None and own.pop(name, None) is not None:
+            self._count -= 1
+
+    def drop_while(self, is_old: Callable[[T], bool]) -> None:
+        """Drops old answers, from the oldest one on."""
+        for tenant, own in list(self._of_tenant.items()):
+            while own and is_old(own[name := next(iter(own))]):
+                del own[name]
+                self._count -= 1
+            if not own:
+                del self._of_tenant[tenant]
+        self._largest = max(self._of_tenant.values(), key=len, default={})
 
 
 class PresenceCache:
     """Answers of one shared tier to the question whether it has a block, kept for a short time."""
 
     def __init__(self) -> None:
-        self._present: dict[Name, float] = {}
-        """Time of the answer for each block that the tier has, oldest first."""
-        self._absent: dict[Name, int] = {}
-        """Tick of the answer for each block that the tier lacked, oldest first."""
+        self._present = _Answers[float]()
+        """Time of the answer for each block that the tier has."""
+        self._absent = _Answers[int]()
+        """Tick of the answer for each block that the tier lacked."""
         self._asked: dict[Name, int] = {}
         """Tick of each query without an answer."""
         self._to_ask: list[Name] = []
@@ -52,7 +97,7 @@ class PresenceCache:
 
     def get(self, name: Name) -> bool | None:
         """Returns the cached answer. Without an answer, queues a query and returns None."""
-        if name in self._present:
+        if name in self:
             return True
         if self._absent.get(name) == self._ticks:
             return False
@@ -67,11 +112,11 @@ class PresenceCache:
         It may not if the tier lacked the block a short time ago, or is late with the answer.
         """
         asked = self._asked.get(name)
-        return name not in self._absent and asked is not None and self._ticks - asked < LATE_TICKS
+        return self._absent.get(name) is None and asked is not None and self._ticks - asked < LATE_TICKS
 
     def __contains__(self, name: Name) -> bool:
         """Returns whether the last answer is that the tier has the block. Queues no query."""
-        return name in self._present
+        return self._present.get(name) is not None
 
     def take_queries(self) -> list[Name]:
         new, self._to_ask = self._to_ask, []
@@ -86,33 +131,18 @@ class PresenceCache:
     def set(self, name: Name, *, there: bool, now: float) -> None:
         self.forget(name)
         if there:
-            self._present[name] = now
-            _drop_oldest(self._present)
+            self._present.set(name, now)
         else:
-            self._absent[name] = self._ticks
-            _drop_oldest(self._absent)
+            self._absent.set(name, self._ticks)
 
     def forget(self, name: Name) -> None:
-        self._present.pop(name, None)
-        self._absent.pop(name, None)
+        self._present.forget(name)
+        self._absent.forget(name)
 
     def tick(self, now: float) -> None:
         self._ticks += 1
-        while self._absent:
-            name, tick = next(iter(self._absent.items()))
-            if self._ticks - tick < LACKED_TICKS:
-                break
-            del self._absent[name]
-        while self._present:
-            name, said_at = next(iter(self._present.items()))
-            if now - said_at < VALID_SECONDS:
-                return
-            del self._present[name]
-
-
-def _drop_oldest(answers: dict[Name, Any]) -> None:
-    if len(answers) > MAX_ANSWERS:
-        del answers[next(iter(answers))]
+        self._absent.drop_while(lambda tick: self._ticks - tick >= LACKED_TICKS)
+        self._present.drop_while(lambda said_at: now - said_at >= VALID_SECONDS)
 
 
 class Presence(enum.Enum):

@@ -52,12 +52,14 @@ ours = [name.encode() for name in sys.argv[8:]]
 ctypes.CDLL(None).prctl(1, ctypes.c_ulong({signal.SIGKILL:d}))  # PR_SET_PDEATHSIG
 if os.getppid() != parent:
     sys.exit("the parent has ended")
-import itertools, resource, struct
+import itertools, mmap, resource, struct
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 sys.path.append(path)
 import lmdb
 
 META = struct.Struct("=8x2xH4x II QQ IHHQQQQQ IHHQQQQQ QQ")  # page header and MDB_meta of LMDB 0.9
+PAGE, NODE = struct.Struct("=Q2xHHH"), struct.Struct("=HHHH")
+BRANCH, LEAF, TREE = 1, 2, 2
 MAGIC, DATA_VERSION, META_PAGE, INTEGER_KEYS, NO_PAGE = 0xBEEFC0DE, 1, 0x08, 0x08, 2**64 - 1
 
 
@@ -128,6 +130,38 @@ def walk(txn, db, key_bytes=None):
         raise lmdb.CorruptedError(f"only {{found}} of {{have}} records can be found")
 
 
+def check_pages():
+    # LMDB trusts the bounds of the free space of a page, and fails at the first store on the page.
+    with open(os.path.join(directory, "{DATA_FILE}"), "rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    page = META.unpack_from(data)[5]
+    meta = max((META.unpack_from(data, place) for place in (0, page)), key=lambda one: one[-1])
+    left = [number for number in (meta[12], meta[20]) if number != NO_PAGE]
+    seen = set()
+    while left:
+        number = left.pop()
+        start = number * page
+        if number in seen or start + page > len(data):
+            raise lmdb.CorruptedError("a tree refers to a wrong page")
+        seen.add(number)
+        own, flags, lower, upper = PAGE.unpack_from(data, start)
+        nodes = memoryview(data)[start + PAGE.size : start + min(lower, page)].cast("H") if not lower % 2 else ()
+        if (
+            own != number or not flags & (BRANCH | LEAF) or not PAGE.size < lower <= upper < page
+            or min(nodes) != upper or max(nodes) + NODE.size > page
+        ):
+            raise lmdb.CorruptedError(f"page {{number}} is damaged")
+        for place in nodes:
+            low, high, kind, key_bytes = NODE.unpack_from(data, start + place)
+            if flags & BRANCH:
+                left.append(low | high << 16 | kind << 32)
+            elif kind & TREE and place + NODE.size + key_bytes + 48 <= page:
+                root = int.from_bytes(data[(end := start + place + NODE.size + key_bytes + 48) - 8 : end], "little")
+                left += [root] if root != NO_PAGE else []
+        if not len(seen) % 10_000:
+            say("walking")
+
+
 def check_metadata(txn, meta, index):
     version = txn.get(format_key, db=meta)
     if version is None or len(version) != 4:
@@ -161,6 +195,7 @@ def look():
         if problem := check_metadata(txn, *dbs[:2]):
             return problem
         fill_in(env)
+        check_pages()
         for db in dbs[:2]:
             walk(txn, db)
         for db in dbs[2:]:

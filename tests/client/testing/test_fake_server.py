@@ -1,4 +1,5 @@
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from contracts.cache_client import NAMESPACE, SMALL, CacheClientContract, new_keys
@@ -126,3 +127,38 @@ def test_retained_blocks_stay_until_a_test_ends_the_retention(server: FakeServer
         server.down = False
         server.restart()
         assert agent.list().total == 0
+
+
+@pytest.mark.parametrize("what", ["store", "load"])
+def test_streams_that_break_again_and_again_lose_the_connection(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Each stream breaks after its store or lease has ended: the caller did not lose a lease."""
+    client = server.client(NAMESPACE)
+    keys = new_keys(1)
+    client.store(keys, [b"x" * SMALL])
+    broken = []
+
+    def break_it(*_: object) -> None:
+        broken.append(1)
+        server._stores.clear()
+        server._leases.clear()
+        raise NotConnected("the connection of a stream failed")
+
+    original = server._handle
+
+    def handle(method: str, request: Any) -> Any:
+        if method == "TransferService/Locate":
+            server._store(server._session(request.session), request.store_id)
+        return original(method, request)
+
+    monkeypatch.setattr(server, "_handle", handle)
+    monkeypatch.setattr(server, "_push", break_it)
+    monkeypatch.setattr(server, "_pull", break_it)
+    move = {
+        "store": lambda: client.store(new_keys(1), [b"y" * SMALL]),
+        "load": lambda: client.load(keys, [bytearray(SMALL)]),
+    }
+    with pytest.raises(NotConnected):
+        move[what]()
+    assert len(broken) == 3

@@ -31,6 +31,7 @@ from kvtier.server.peers import sources
 from kvtier.server.peers.link import PeerLease
 from kvtier.server.peers.peer_tier import PeerTier
 from kvtier.tiers import base
+from kvtier.tiers.remote.limits import CircuitBreaker
 from kvtier.tiers.types import tenant_of
 
 PART = 16 << 10
@@ -252,8 +253,8 @@ def test_a_lookup_that_finds_too_little_loads_nothing(here: ServerProcess, sourc
 
 
 def test_bytes_in_flight_are_bounded(tmp_path: Path, source: ServerProcess) -> None:
-    """Of the blocks beyond the bound none is asked for. The next lookup gets further ones."""
-    keys = [key_of(number, salt="flight") for number in range(100)]
+    """Of the blocks beyond a half of it none is asked for. The next lookup gets further ones."""
+    keys = [key_of(number, salt="flight") for number in range(60)]
     with (
         _here(tmp_path / "a", source.tcp, more=f'{PATIENT}\nin_flight = "1MiB"') as here,
         _client(source, "bounded") as there,
@@ -261,9 +262,9 @@ def test_bytes_in_flight_are_bounded(tmp_path: Path, source: ServerProcess) -> N
     ):
         _store(there, keys)
         with client.lookup(keys, wait=30, source=source.tcp) as lease:
-            assert lease.prefix_hits == 64
+            assert lease.prefix_hits == 32
         with client.lookup(keys, wait=30, source=source.tcp) as lease:
-            assert lease.prefix_hits == 100
+            assert lease.prefix_hits == 60
 
 
 def test_a_server_that_hangs_costs_the_deadline(tmp_path: Path) -> None:
@@ -454,7 +455,7 @@ async def test_searches_at_the_same_time_locate_each_block_once(monkeypatch: pyt
 async def test_searches_at_the_same_time_share_the_bound_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """If nothing of the bound is left, a search gives up its lease."""
     link = FakeLink(3)
-    located = await _search_at_once(monkeypatch, link, [KEYS[:10], KEYS[10:20], KEYS[20:30]], 15 * CALLS_PART)
+    located = await _search_at_once(monkeypatch, link, [KEYS[:10], KEYS[10:20], KEYS[20:30]], 30 * CALLS_PART)
     assert sorted(len(each.keys) for each in located) == [0, 5, 10]
     assert cache_pb2.SOURCE_OUTCOME_BUSY in [each.outcome for each in located]
     assert len(link.released) == 1
@@ -474,6 +475,23 @@ async def test_a_search_has_a_bound_and_is_charged_to_its_session(monkeypatch: p
         located = await searches.locate(calls.session, "127.0.0.1:1", KEYS, EVERYWHERE, until, prefix=True)
         assert located.keys == KEYS[:10]
         assert account.used > before
+async def test_a_tenant_leaves_room_in_flight_for_others() -> None:
+    """It gets at most as much as is then free, and others get what it leaves."""
+    link: Any = FakeLink(1)
+    tier = PeerTier(20.0, 16 * CALLS_PART)
+    alice, bob = base.NamespaceId(b"a" * 32), base.NamespaceId(b"b" * 32)
+    sizes = [CALLS_PART] * 16
+
+    def locate(namespace: base.NamespaceId) -> int:
+        found = tier.affordable(namespace, sizes)
+        items = {key: item for item, key in enumerate(KEYS[:found])}
+        tier.locate(PeerLease(link, link, 1, items), namespace, lambda _: CALLS_PART, CircuitBreaker())
+        return found
+
+    assert [locate(alice), tier.affordable(alice, sizes), locate(bob)] == [8, 0, 4]
+    tier.give_up((alice, key) for key in KEYS)
+    tier.give_up((bob, key) for key in KEYS)
+    assert (tier.affordable(alice, sizes), dict(tier._bytes_of_tenant)) == (8, {})
 
 
 @pytest.mark.parametrize("how", ["short", "cancelled", "short while open", "whole"])

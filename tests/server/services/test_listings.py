@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from kvtier.server.rpc.sessions import SessionRegistry
 from kvtier.server.rpc.slice_scheduler import SliceScheduler
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.admin import AdminService
+from kvtier.server.services.admin_messages import build_status
+from kvtier.server.telemetry.loop_lag import LoopLag
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.types import HandoffDirection, NamespaceSpec
 
@@ -47,23 +50,29 @@ async def service() -> AsyncIterator[Any]:
             now=runtime.now(),
         )
     sessions = SessionRegistry(runtime, 1)
-    yield AdminService(runtime, sessions, admin_pb2.GetStatusResponse, None, SliceScheduler(sessions))  # type: ignore[arg-type]
+    turns = SliceScheduler(sessions)
+    status = partial(build_status, runtime, sessions, 0.0, LoopLag(), turns.pause)
+    yield AdminService(runtime, sessions, status, None, turns)  # type: ignore[arg-type]
     await runtime.close()
 
 
-@pytest.mark.parametrize("what", ["leases", "handoffs"])
+@pytest.mark.parametrize("what", ["leases", "handoffs", "status"])
 async def test_other_calls_run_during_a_listing(service: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A listing of 1,000 leases with 65,536 blocks each would stop the event loop for seconds."""
     monkeypatch.setattr("kvtier.server.rpc.slice_scheduler._TURN_SECONDS", -1.0)
     calls = {
         "leases": lambda: service.ListLeases(admin_pb2.ListLeasesRequest(), None),
+        "status": lambda: service.GetStatus(admin_pb2.GetStatusRequest(), None),
         "handoffs": lambda: service.ListHandoffs(admin_pb2.ListHandoffsRequest(), None),
     }
     listing, turns = asyncio.ensure_future(calls[what]()), 0
     while not listing.done():
         turns += 1
         await asyncio.sleep(0)
+    assert turns > COUNT
+    if what == "status":
+        assert (listing.result().leases, listing.result().holds) == (COUNT, COUNT)
+        return
     found = getattr(listing.result(), what)
     assert [each.blocks for each in found] == [4] * COUNT
     assert [each.bytes for each in found] == [4 * 4096] * COUNT
-    assert turns > COUNT

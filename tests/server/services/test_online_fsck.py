@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self
 
 import grpc
 import pytest
@@ -23,6 +25,9 @@ from kvtier.client import Client, DurableStatus, KeyStatus
 from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
 from kvtier.server.cli import main
 from kvtier.server.rpc.sessions import namespace_spec
+from kvtier.server.services import online_fsck
+from kvtier.server.services.online_fsck import OnlineFsck
+from kvtier.tiers.storage.fsck import Slice
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -305,3 +310,45 @@ def test_a_failing_check_of_a_tier_is_reported(
             "lmdb: 0 blocks, 0 B, none damaged",
         ]
         assert server.end() == 0
+
+
+async def test_checks_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each slice, and before the next check, the server rests longer than the work took."""
+    clock, rests = 100.0, list[float]()
+
+    class Tier:
+        checkable: ClassVar[Any] = None
+        type = name = "model"
+
+        def blocks_to_check(self) -> int:
+            return 3
+
+        def check_slice(self, after: bytes, *, repair: bool) -> Slice:
+            nonlocal clock
+            clock += 2.0
+            return Slice(None if after == b"2" else b"%d" % (int(after or b"0") + 1), 1, 1, ())
+
+    async def pause(_: OnlineFsck, seconds: float) -> None:
+        nonlocal clock
+        rests.append(seconds)
+        clock += max(0.0, seconds)
+
+    async def run(_: int, work: Callable[[], Any]) -> Any:
+        return work()
+
+    Tier.checkable = Tier()
+    runtime: Any = SimpleNamespace(
+        tiers=[Tier.checkable], check=lambda number, work: asyncio.ensure_future(run(number, work))
+    )
+    sessions: Any = SimpleNamespace(refuse_if_draining=lambda: None)
+    monkeypatch.setattr(OnlineFsck, "_pause", pause)
+    monkeypatch.setattr(online_fsck, "time", SimpleNamespace(monotonic=lambda: clock))
+    fsck = OnlineFsck(runtime, sessions)
+    for _ in range(2):
+        async for _progress in fsck.run([], repair=False, rate=0):
+            pass
+    rest = 2.0 * online_fsck._REST
+    first, second = rests[:4], rests[4:]
+    assert first[1:] == second[1:] == [rest] * 3
+    assert first[0] <= 0.0
+    assert second[0] == online_fsck._MAX_REST_SECONDS

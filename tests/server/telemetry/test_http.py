@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from harness.http_get import get
-from harness.polling import stays
+from harness.polling import stays, wait_until
 from prometheus_client import CollectorRegistry
 
 from kvtier.protos.v1.admin_pb2 import GetStatusResponse
@@ -154,23 +154,43 @@ class TestOnceASecond:
 
 
 class TestPace:
-    def test_turns_after_a_burst_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Turns that are not wanted any more take no time."""
-        now, slept = 100.0, []
+    def test_turns_after_a_burst_wait(self) -> None:
+        pace, began = http._Pace(20.0), time.monotonic()
+        taken = 0
+        while time.monotonic() - began < 0.3:
+            assert pace.wait()
+            taken += 1
+        assert 21 <= taken <= 21 + 20 * (time.monotonic() - began) + 1
 
-        def sleep(seconds: float) -> None:
-            nonlocal now
-            slept.append(round(seconds, 3))
-            now += seconds
+    def test_a_connection_with_fewer_answers_is_next(self) -> None:
+        """It does not wait for connections that fetch in a loop."""
+        pace, served = http._Pace(10.0), list[str]()
+        for _ in range(11):
+            pace.wait()
 
-        monkeypatch.setattr(http, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-        pace = http._Pace(4.0)
-        assert all(pace.wait() for _ in range(5))
-        assert not slept
-        assert not pace.wait(lambda: False)
-        assert pace.wait()
-        assert pace.wait()
-        assert slept == [0.25, 0.25]
+        def wait(name: str, answers: int) -> None:
+            assert pace.wait(name, answers)
+            served.append(name)
+
+        with ThreadPoolExecutor(9) as threads:
+            for number in range(8):
+                threads.submit(wait, f"flood {number}", 100)
+            wait_until(lambda: len(pace._waiting) == 8 - len(served))
+            before = len(served)
+            threads.submit(wait, "scraper", 1).result(60)
+        assert served.index("scraper") <= before + 2
+
+    def test_a_closed_connection_does_not_wait(self) -> None:
+        pace = http._Pace(1.0)
+        pace._next = time.monotonic() + 3600
+        with ThreadPoolExecutor(2) as threads:
+            waits = [threads.submit(pace.wait, name) for name in ("a", "b")]
+            wait_until(lambda: len(pace._waiting) == 2)
+            pace.forget("a")
+            assert not waits[0].result(60)
+            pace.forget("b")
+            assert not waits[1].result(60)
+        assert not pace.wait("c", is_open=lambda: False)
 
 
 class TestHosts:

@@ -18,6 +18,7 @@ from kvtier.tiers.base import NamespaceId
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 Name = tuple[NamespaceId, bytes]
+OTHER = NamespaceId(b"o" * 32)
 
 
 class SlowTier(BadTier):
@@ -46,9 +47,9 @@ class Rig:
         self.look_up(b"first")
         assert self.tier.begun.wait(60)
 
-    def look_up(self, *keys: bytes) -> None:
+    def look_up(self, *keys: bytes, space: NamespaceId = SPACE) -> None:
         self.worker.look_up(
-            [(SPACE, key) for key in keys], lambda answers: self.answers.put((b",".join(keys), answers))
+            [(space, key) for key in keys], lambda answers: self.answers.put((b",".join(keys), answers))
         )
 
     def take(self, count: int) -> dict[bytes, Sequence[bool]]:
@@ -100,12 +101,25 @@ def test_a_query_that_has_waited_for_long_is_not_asked(rig: Rig, monkeypatch: py
 
 def test_the_number_of_waiting_queries_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A further one gets no answer at once."""
-    monkeypatch.setattr(worker_module, "_MAX_QUERIES", 1)
+    monkeypatch.setattr(worker_module, "_MAX_QUERIES", 2)
     rig.look_up(b"a")
     rig.look_up(b"b")
     assert rig.take(1) == {b"b": []}
     rig.tier.go_on.set()
     assert rig.take(2) == {b"first": [False], b"a": [True]}
+
+
+def test_queries_of_a_tenant_leave_room_and_turns_to_others(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant has half of the places. A query of another tenant is in the next call."""
+    monkeypatch.setattr(worker_module, "_MAX_QUERIES", 8)
+    monkeypatch.setattr(worker_module, "_MERGED_NAMES", 2)
+    for number in range(6):
+        rig.look_up(b"%d" % number)
+    assert rig.take(2) == {b"4": [], b"5": []}
+    rig.look_up(b"x", space=OTHER)
+    rig.tier.go_on.set()
+    assert rig.take(6) == {key: [len(key) == 1] for key in (b"first", b"0", b"1", b"2", b"3", b"x")}
+    assert [[key for _, key in call] for call in rig.tier.calls] == [[b"first"], [b"0", b"x"], [b"1", b"2"], [b"3"]]
 
 
 def test_queries_do_not_wait_for_a_stalled_call(rig: Rig) -> None:

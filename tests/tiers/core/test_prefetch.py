@@ -80,7 +80,7 @@ def test_running_prefetches_take_at_most_a_quarter_of_the_memory() -> None:
     """Further blocks find no room until jobs have ended. A lookup has no such limit."""
     rig = disk_rig(*range(64), extents=8)
     budget = rig.core.lookup_handler.prefetches
-    most = budget.limit_bytes // 4096
+    most = budget.limit_bytes // 2 // 4096
     assert 0 < most < 64
     answer = prefetch(rig, keys(*range(64)), most=5)
     assert (answer.started, answer.no_room, answer.missing) == (most, 64 - most, 0)
@@ -88,6 +88,30 @@ def test_running_prefetches_take_at_most_a_quarter_of_the_memory() -> None:
     assert MISS not in rig.look_up(keys(*range(64)))
     rig.finish_jobs()
     assert budget.loading_bytes == 0
+
+
+def test_a_tenant_leaves_room_for_the_prefetches_of_others() -> None:
+    """Each tenant gets as much as is then free, again when its jobs have ended."""
+    numbers = range(400)
+    rig = TenantRig(tiers=[ModelTier("disk", 2048 * PAGE)], extents=8)
+    handler = rig.core.lookup_handler
+    for name in ("alice", "bob", "carol"):
+        rig.store(name, numbers)
+        session = rig.session(spec(name))
+        rig.core.reset(session)
+        while rig.core.resetting(session):
+            rig.core.work()
+    started = {}
+    for name in ("alice", "bob", "alice", "carol"):
+        begun = handler.begin_prefetch(rig.session(spec(name)), tenant_keys(numbers), request_id="")
+        while handler.look_up_slice(begun, 3, expires_at=FAR, now=0.0):
+            pass
+        started.setdefault(name, []).append(handler.end_prefetch(begun).started)
+    most = handler.prefetches.limit_bytes // PAGE
+    assert started == {"alice": [most // 2, 0], "bob": [most // 4], "carol": [most // 8]}
+    rig.work()
+    assert handler.prefetches.loading_bytes == 0
+    assert not handler.prefetches._by_tenant
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.MISSING, Outcome.CORRUPT])

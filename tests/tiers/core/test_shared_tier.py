@@ -6,7 +6,8 @@ import pytest
 from core_rig import HIT, MISS, PENDING, Rig, keys
 from simulation import ModelTier
 
-from kvtier.tiers.base import Medium, Outcome, TierFilter
+from kvtier.tiers.base import Medium, NamespaceId, Outcome, TierFilter
+from kvtier.tiers.core import secondary
 from kvtier.tiers.core.commands import LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.errors import InvalidItem
 from kvtier.tiers.types import KeyStatus
@@ -343,3 +344,21 @@ def test_a_block_of_an_earlier_tier_causes_no_query() -> None:
     assert rig.core.shared_tiers.query(rig.session, keys(0), prefix=True) == ([], False)
     assert statuses(rig, keys(0)) == PENDING
     assert questions(rig) == []
+
+
+def test_lookups_of_a_tenant_drop_no_answers_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the limit the tenant with most answers loses its oldest one."""
+    monkeypatch.setattr(secondary, "MAX_ANSWERS", 8)
+    cache = secondary.PresenceCache()
+    alice, bob = NamespaceId(b"a" * 32), NamespaceId(b"b" * 32)
+    for there in (True, False):
+        for key in keys(0, 1, 2):
+            cache.set((alice, key), there=there, now=0.0)
+        for key in keys(*range(10, 100)):
+            cache.set((bob, key), there=there, now=0.0)
+        assert [cache.get((alice, key)) for key in keys(0, 1, 2)] == [there] * 3
+        held = [key for key in keys(*range(10, 100)) if cache.get((bob, key)) is there]
+        assert held == keys(*range(95, 100))
+    cache.set((bob, keys(10)[0]), there=True, now=20.0)
+    cache.tick(20.0)
+    assert [name in cache for name in [(alice, keys(0)[0]), (bob, keys(10)[0])]] == [False, True]

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from harness.polling import wait_until
 from kvtier.tiers.base import NamespaceId, Outcome, SecondaryTier, TierOpenError
 from kvtier.tiers.lmdb import probe as lmdb_probe
 from kvtier.tiers.lmdb import tier as tiers_lmdb
+from kvtier.tiers.lmdb.environment import LMDB_STORE
 from kvtier.tiers.lmdb.format import (
     CHUNK_PAGES,
     FORMAT_VERSION,
@@ -814,3 +816,27 @@ def test_chunk_keys_sort_by_record_part_and_number() -> None:
     assert [record_id_of(key) for key in keys[:: len(suffixes)]] == [1, 2, 256]
     with pytest.raises(DamagedRecordError):
         record_id_of(b"not a key")
+
+
+def test_damaged_bounds_of_free_space_are_found(tmp_path: Path) -> None:
+    """LMDB itself does not notice them before the first store on the page."""
+    store = tmp_path / "store"
+    filled(store, 100)
+    with lmdb.open(os.fspath(store), max_dbs=8, readonly=True, lock=False) as env, env.begin() as txn:
+        names = list(txn.cursor().iternext(values=False))
+        stats = [txn.stat(), *(txn.stat(env.open_db(name, txn, create=False)) for name in names)]
+        page, pages = env.stat()["psize"], env.info()["last_pgno"] + 1
+    data = store / "data.mdb"
+    intact = data.read_bytes()
+    damaged = 0
+    for number in range(2, pages):
+        header = struct.unpack_from("=Q2xHHH", intact, number * page)
+        if header[0] != number or header[1] not in (1, 2):
+            continue
+        changed = bytearray(intact)
+        changed[number * page + 14] ^= 0x10
+        data.write_bytes(changed)
+        damaged += lmdb_probe.examine(store, 32 * MIB, LMDB_STORE)[0] is lmdb_probe.FileState.DAMAGED
+    data.write_bytes(intact)
+    assert damaged >= sum(each["branch_pages"] + each["leaf_pages"] for each in stats) >= 2
+    assert lmdb_probe.examine(store, 32 * MIB, LMDB_STORE)[0] is lmdb_probe.FileState.SOUND

@@ -1,0 +1,64 @@
+"""Share of each address in the TCP connections for gRPC."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+
+import pytest
+
+from kvtier.server.rpc.grpc_connections import GrpcConnections, Peer, _excess, _peer_of
+
+
+def peers(host: str, count: int) -> list[Peer]:
+    return [(host, port) for port in range(1, count + 1)]
+
+
+@pytest.mark.parametrize(
+    ("found", "kept"),
+    [
+        ({"1.1.1.1": 50}, {"1.1.1.1": 50}),
+        ({"1.1.1.1": 100}, {"1.1.1.1": 50}),
+        ({"1.1.1.1": 50, "2.2.2.2": 50}, {"1.1.1.1": 25, "2.2.2.2": 37}),
+        ({"1.1.1.1": 97, "2.2.2.2": 3}, {"1.1.1.1": 48, "2.2.2.2": 3}),
+        # The hosts of one /64 network are one address.
+        ({"2001:db8::1": 40, "2001:db8::2": 40}, {"2001:db8::/64": 50}),
+    ],
+)
+def test_an_address_has_at_most_as_many_as_are_free(found: dict[str, int], kept: dict[str, int]) -> None:
+    everyone = [peer for host, count in found.items() for peer in peers(host, count)]
+    closed = set(_excess(everyone, set(), 100))
+    left = Counter("2001:db8::/64" if ":" in host else host for host, port in everyone if (host, port) not in closed)
+    assert {host: abs(left[host] - count) <= 1 for host, count in kept.items()} == dict.fromkeys(kept, True)
+
+
+def test_the_oldest_connections_without_a_session_are_closed() -> None:
+    everyone = peers("1.1.1.1", 10)
+    assert _excess(everyone, set(everyone[:3]), 10) == everyone[3:8]
+    assert _excess(everyone, set(everyone), 10) == []
+
+
+def test_names_of_peers_are_those_of_sockets() -> None:
+    assert _peer_of("ipv4:127.0.0.1:5") == _peer_of("ipv6:%5B::ffff:127.0.0.1%5D:5") == ("127.0.0.1", 5)
+    assert _peer_of("ipv6:%5Bfe80::1%25eth0%5D:7") == ("fe80::1", 7)
+    assert _peer_of("unix:") == ("", 0)
+
+
+def test_only_connections_of_its_ports_are_closed() -> None:
+    """The process has other sockets, such as connections for calls."""
+    with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_server(("127.0.0.1", 0)) as other:
+        clients = [socket.create_connection(each.getsockname()) for each in (ours, other) for _ in range(4)]
+        accepted = [each.accept()[0] for each in (ours, other) for _ in range(4)]
+        connections = GrpcConnections([ours.getsockname()[1]], 4, list)
+        assert connections.check(set()) == {"127.0.0.1": 2}
+        for connection in accepted:
+            connection.settimeout(0.0)
+        closed = []
+        for connection in accepted:
+            try:
+                closed.append(connection.recv(1) == b"")
+            except BlockingIOError:
+                closed.append(False)
+        assert (sum(closed[:4]), sum(closed[4:])) == (2, 0)
+        for connection in (*clients, *accepted):
+            connection.close()
