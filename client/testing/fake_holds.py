@@ -1,18 +1,20 @@
-"""Leases, stores and holds of the fake server. They end only by calls: the server has no clock."""
+"""Sessions, leases, stores and holds of the fake server. They end only by calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
 from ...protos.v1 import common_pb2, handoff_pb2
 from ..errors import error_for
-from ..namespace import is_hold_key
+from ..namespace import Namespace, is_hold_key
 from ..results import KeyStatus
+from .fake_checks import keys_of
 
-__all__ = ["BlockName", "Engine", "FakeHold", "FakeHolds", "FakeLease", "FakeStore"]
+__all__ = ["BlockName", "Engine", "FakeHold", "FakeHolds", "FakeLease", "FakeSession", "FakeStore"]
 
 BlockName = tuple[bytes, bytes]
 Engine = tuple[str, bytes, str]
@@ -20,6 +22,24 @@ Engine = tuple[str, bytes, str]
 _Name = tuple[bytes, str, str]
 
 _SECONDS = 30
+
+
+@dataclass(slots=True, eq=False)
+class FakeSession:
+    engine_id: str
+    rank: int
+    namespace: Namespace
+    prefix: bytes
+    leases: set[int] = field(default_factory=set)
+    stores: set[int] = field(default_factory=set)
+
+    @property
+    def engine(self) -> Engine:
+        return self.namespace.tenant, self.prefix, self.engine_id
+
+    def names_in(self, request: Any) -> list[BlockName]:
+        """Returns the names of the blocks of a request. Refuses keys like a server."""
+        return [(self.prefix, key) for key in keys_of(request, self.namespace)]
 
 
 @dataclass(slots=True)

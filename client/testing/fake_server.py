@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
@@ -29,25 +28,11 @@ from ..part_streams import PartReceiver
 from ..results import DurableStatus, KeyStatus, OffloadPolicy, StoreStatus
 from ..session.session import ClientSession
 from ..sync import Client
-from .fake_checks import FRAME_BYTES, LIMITS, check_bounds, check_filter, check_params, keys_of, required
+from .fake_checks import FRAME_BYTES, LIMITS, check_bounds, check_filter, check_params, required
 from .fake_conversations import FakeBlocks, FakeConversations, FakeStub
-from .fake_holds import BlockName, Engine, FakeHolds, FakeLease, FakeStore
+from .fake_holds import BlockName, FakeHolds, FakeLease, FakeSession, FakeStore
 
 __all__ = ["FakeServer"]
-
-
-@dataclass(slots=True, eq=False)
-class _Session:
-    engine_id: str
-    rank: int
-    namespace: Namespace
-    prefix: bytes
-    leases: set[int] = field(default_factory=set)
-    stores: set[int] = field(default_factory=set)
-
-    @property
-    def engine(self) -> Engine:
-        return self.namespace.tenant, self.prefix, self.engine_id
 
 
 class FakeServer:
@@ -80,7 +65,7 @@ class FakeServer:
     def restart(self) -> None:
         """Ends all sessions, leases, stores, holds and conversations; blocks stay."""
         self.epoch = secrets.randbits(62) + 1
-        self._sessions: dict[bytes, _Session] = {}
+        self._sessions: dict[bytes, FakeSession] = {}
         self._leases: dict[int, FakeLease] = {}
         self._stores: dict[int, FakeStore] = {}
         self._holds = FakeHolds(self._ready, self._drop)
@@ -117,7 +102,7 @@ class FakeServer:
     def _open(self, transport: _FakeTransport) -> ClientSession:
         session_id = secrets.token_bytes(16)
         prefix = transport.namespace.to_proto().SerializeToString(deterministic=True)
-        self._sessions[session_id] = _Session(transport.engine_id, transport.rank, transport.namespace, prefix)
+        self._sessions[session_id] = FakeSession(transport.engine_id, transport.rank, transport.namespace, prefix)
         capabilities = session_pb2.CapabilitiesResponse(
             epoch=self.epoch,
             tiers=["cpu"],
@@ -165,16 +150,13 @@ class FakeServer:
         }
         return handlers[name](request)
 
-    def _session(self, ref: common_pb2.SessionRef) -> _Session:
+    def _session(self, ref: common_pb2.SessionRef) -> FakeSession:
         if ref.epoch != self.epoch:
             raise error_for("STALE_EPOCH", "the session is of an earlier run of this server")
         session = self._sessions.get(ref.session_id)
         if session is None:
             raise error_for("UNKNOWN_SESSION", "there is no such session")
         return session
-
-    def _names(self, session: _Session, request: Any) -> list[BlockName]:
-        return [(session.prefix, key) for key in keys_of(request, session.namespace)]
 
     def _ready(self, name: BlockName) -> bool:
         return name in self._blocks and len(self._blocks[name]) == self._world[name]
@@ -197,7 +179,7 @@ class FakeServer:
     def _lookup(self, request: cache_pb2.LookupRequest | cache_pb2.BeginRequestRequest) -> cache_pb2.LookupResponse:
         session = self._session(request.session)
         check_filter(request.exclude)
-        names, is_resetting = self._names(session, request), bool(self._in_reset(session.prefix))
+        names, is_resetting = session.names_in(request), bool(self._in_reset(session.prefix))
         self._conversations.use(session.engine_id, request.request_id, [key for _, key in names])
         found: list[BlockName | None] = []
         for name in names:
@@ -213,11 +195,11 @@ class FakeServer:
 
     def _prefetch(self, request: cache_pb2.PrefetchRequest) -> cache_pb2.PrefetchResponse:
         check_filter(request.exclude)
-        names = self._names(self._session(request.session), request)
+        names = self._session(request.session).names_in(request)
         present = sum(1 for _ in itertools.takewhile(self._ready, names))
         return cache_pb2.PrefetchResponse(present_blocks=present, missing_blocks=len(names) - present)
 
-    def _grant(self, session: _Session, request_id: str, names: list[BlockName | None]) -> int:
+    def _grant(self, session: FakeSession, request_id: str, names: list[BlockName | None]) -> int:
         lease_id = next(self._ids)
         blocks = {name: self._blocks[name] for name in names if name is not None}
         self._leases[lease_id] = FakeLease(session.engine, request_id, names, blocks)
@@ -227,7 +209,7 @@ class FakeServer:
     def _end_leases(self, is_ended: Callable[[FakeLease], bool]) -> None:
         self._leases = {number: lease for number, lease in self._leases.items() if not is_ended(lease)}
 
-    def _lease(self, session: _Session, lease_id: int) -> FakeLease:
+    def _lease(self, session: FakeSession, lease_id: int) -> FakeLease:
         lease = self._leases.get(lease_id)
         if lease is None or lease.engine[0] != session.namespace.tenant:
             raise error_for("LEASE_NOT_FOUND", f"there is no lease {lease_id}")
@@ -235,7 +217,7 @@ class FakeServer:
             raise error_for("NOT_OWNER", f"lease {lease_id} belongs to another engine")
         return lease
 
-    def _parts(self, session: _Session, lease_id: int, items: Sequence[int]) -> list[bytes]:
+    def _parts(self, session: FakeSession, lease_id: int, items: Sequence[int]) -> list[bytes]:
         lease = self._lease(session, lease_id)
         parts = []
         for item in items:
@@ -272,7 +254,7 @@ class FakeServer:
             missing_lease_ids=[lease_id for lease_id in request.lease_ids if not self._finds(session, lease_id)]
         )
 
-    def _finds(self, session: _Session, lease_id: int) -> bool:
+    def _finds(self, session: FakeSession, lease_id: int) -> bool:
         """Returns whether the tenant has this lease. Raises NOT_OWNER for another engine's."""
         try:
             self._lease(session, lease_id)
@@ -282,7 +264,7 @@ class FakeServer:
 
     def _prepare_store(self, request: cache_pb2.PrepareStoreRequest) -> cache_pb2.PrepareStoreResponse:
         session = self._session(request.session)
-        names = self._names(session, request)
+        names = session.names_in(request)
         self._conversations.use(session.engine_id, request.request_id, [key for _, key in names])
         granted, sizes, statuses = list[BlockName](), list[int](), bytearray()
         stores = [store for store in self._stores.values() if store.rank == session.rank and not store.is_reset]
@@ -307,7 +289,7 @@ class FakeServer:
             store_id=store_id, statuses=bytes(statuses), slot_offsets=pack_offsets(0 for _ in granted)
         )
 
-    def _store(self, session: _Session, store_id: int) -> FakeStore:
+    def _store(self, session: FakeSession, store_id: int) -> FakeStore:
         store = self._stores.get(store_id)
         if store is None or store.engine[0] != session.namespace.tenant:
             raise error_for("STORE_NOT_FOUND", f"there is no store {store_id}")
@@ -334,7 +316,7 @@ class FakeServer:
         return cache_pb2.CompleteStoreResponse(failed_items=unreceived)
 
     def _flush(self, request: cache_pb2.FlushRequest) -> cache_pb2.FlushResponse:
-        names = self._names(self._session(request.session), request)
+        names = self._session(request.session).names_in(request)
         durable, volatile = DurableStatus.DURABLE, DurableStatus.VOLATILE
         return cache_pb2.FlushResponse(statuses=bytes(durable if self._ready(name) else volatile for name in names))
 
@@ -360,7 +342,7 @@ class FakeServer:
 
     def _publish_hold(self, request: handoff_pb2.PublishHoldRequest) -> handoff_pb2.PublishHoldResponse:
         session = self._session(request.session)
-        return self._holds.publish(session.prefix, session.engine_id, self._names(session, request), request)
+        return self._holds.publish(session.prefix, session.engine_id, session.names_in(request), request)
 
     def _claim_hold(self, request: handoff_pb2.ClaimHoldRequest) -> handoff_pb2.ClaimHoldResponse:
         session = self._session(request.session)
