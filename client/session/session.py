@@ -10,9 +10,15 @@ from collections.abc import Callable, Iterator
 from ...cuda.host.pinning import Pin, Pinning
 from ...cuda.host.region import HostRegion, RegionError
 from ...protos.v1 import common_pb2, session_pb2
-from ...protos.wire.socket_frames import HEAD_BYTES, REGION_ANSWER_BYTES, Purpose, unpack_region_bytes
+from ...protos.wire.socket_frames import (
+    HEAD_BYTES,
+    REGION_ANSWER_BYTES,
+    Purpose,
+    next_call_number,
+    unpack_region_bytes,
+)
 from ..errors import KVTierError, SessionLost
-from .socket_calls import SocketCalls, SocketTarget, message_of
+from .socket_calls import SocketCalls, SocketTarget, answer_length, message_of
 
 __all__ = ["AttachError", "Attachment", "ClientSession"]
 
@@ -42,11 +48,13 @@ class Attachment:
             connection.settimeout(_ATTACH_SECONDS)
             connection.connect(path)
             target.check_owner(connection)
-            connection.sendall(target.hello(Purpose.REGION))
+            number = next_call_number()
+            connection.sendall(target.hello(Purpose.REGION, number))
             answer, descriptors, _, _ = socket.recv_fds(connection, REGION_ANSWER_BYTES, 1)
             try:
                 if len(answer) != REGION_ANSWER_BYTES or not descriptors:
                     raise RegionError("the server refused to send its region")
+                answer_length(answer[:HEAD_BYTES], number)
                 size_bytes = unpack_region_bytes(message_of(answer[HEAD_BYTES:]))
                 region = HostRegion.attach(descriptors[0], size_bytes)
             finally:
