@@ -18,6 +18,7 @@ from ...protos.wire.socket_frames import (
     unpack_region_bytes,
 )
 from ..errors import KVTierError, SessionLost
+from .fork_guard import ForkGuarded
 from .socket_calls import SocketCalls, SocketTarget, answer_length, message_of
 
 __all__ = ["AttachError", "Attachment", "ClientSession"]
@@ -50,7 +51,7 @@ class Attachment:
             target.check_owner(connection)
             number = next_call_number()
             connection.sendall(target.hello(Purpose.REGION, number))
-            answer, descriptors, _, _ = socket.recv_fds(connection, REGION_ANSWER_BYTES, 1)
+            answer, descriptors, _, _ = socket.recv_fds(connection, REGION_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             try:
                 if len(answer) != REGION_ANSWER_BYTES or not descriptors:
                     raise RegionError("the server refused to send its region")
@@ -77,7 +78,7 @@ class Attachment:
         self._connection.close()
 
 
-class ClientSession:
+class ClientSession(ForkGuarded):
     """Session of a client, from `Open` to its end.
 
     Attributes:
@@ -172,7 +173,7 @@ class ClientSession:
         if close:
             self._close()
 
-    def forked(self) -> None:
+    def _after_fork(self) -> None:
         """Closes the forked child's copy of the attachment's socket.
 
         Otherwise the server would keep the slots of a dead parent for as long as the child lives.
@@ -181,5 +182,5 @@ class ClientSession:
             self._attachment.disconnect()
 
     def _close(self) -> None:
-        if self._attachment is not None:
+        if self._attachment is not None and not self._is_forked:  # the pinning belongs to the parent
             self._attachment.close()

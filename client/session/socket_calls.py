@@ -36,6 +36,7 @@ from ...protos.wire.socket_frames import (
     unpack_head,
 )
 from ..errors import DeadlineExceeded, KVTierError, ServerError, SessionLost, error_from
+from .fork_guard import ForkGuarded
 
 __all__ = [
     "MAX_IDLE",
@@ -115,7 +116,7 @@ class SocketTarget:
         return connection
 
 
-class SocketPool:
+class SocketPool(ForkGuarded):
     """Connections of one session. Each carries one call at a time. Any thread may use the pool."""
 
     def __init__(self, target: SocketTarget, purpose: Purpose) -> None:

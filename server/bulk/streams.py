@@ -112,7 +112,7 @@ class StreamServer:
     def receive_connections(self) -> None:
         """Serves the Unix connections for streams that the server passes. Does not return."""
         while True:
-            hello, descriptors, _, _ = socket.recv_fds(self._handover, 4096, 1)
+            hello, descriptors, _, _ = socket.recv_fds(self._handover, 4096, 1, socket.MSG_CMSG_CLOEXEC)
             if not hello:
                 return
             for descriptor in descriptors:
