@@ -114,7 +114,7 @@ def held_locks(endpoint: str, options: Any) -> list[str]:
 
 
 def kept_lease(endpoint: str, options: Any) -> list[str]:
-    """Children end in all ways: the parent keeps session and lease, and its thread gets an answer."""
+    """Children end in all ways: the parent keeps its session, its lease and a running call."""
     wrong = []
     with Client(endpoint, **options) as client, Client(endpoint, **options) as writer:
         keys, late = _keys("kept"), _keys("late")

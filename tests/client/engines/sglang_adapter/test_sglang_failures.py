@@ -64,7 +64,8 @@ def test_in_a_forked_child_all_is_a_miss(server: ServerProcess) -> None:
                     code = 0
                 finally:
                     os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (0, -signal.SIGABRT)  # gRPC may abort it
+        # gRPC may abort the child.
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (0, -signal.SIGABRT)
         assert attached.batch_exists(KEYS) == 6
         assert all(attached.batch_get_v1(KEYS, ALL))
 
