@@ -50,7 +50,7 @@ class SocketStreams(SocketPool):
                     connection.send([head, *views])
                 connection.send([frames.pack_end(number)])
             except ConnectionError:
-                message_of(read_answer(connection, number))  # raises if the server refused the stream
+                message_of(read_answer(connection, number))  # raises a refusal of the server
                 raise
             return transfer_pb2.PushResponse.FromString(message_of(read_answer(connection, number)))
 

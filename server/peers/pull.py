@@ -142,7 +142,7 @@ class PullConnections:
 
 
 def _read_answer(connection: Connection, number: int, head: bytes) -> None:
-    """Reads an answer whose message has no content. Raises OSError, PullRefusedError, ValueError."""
+    """Reads an answer without content. Raises OSError, PullRefusedError, ValueError."""
     length, kind, answered = frames.unpack_head(head)
     if kind is not frames.FrameKind.ANSWER or length > _MAX_REFUSAL_BYTES:
         raise ValueError("not an answer of the socket protocol")
