@@ -31,7 +31,7 @@ from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2, conversation_pb2, handoff_pb2, session_pb2
 from kvtier.protos.v1.admin_pb2_grpc import AdminServiceStub
 from kvtier.protos.v1.session_pb2_grpc import SessionServiceStub
-from kvtier.protos.wire.socket_frames import HEAD_BYTES, Purpose, pack_call, pack_hello, unpack_head
+from kvtier.protos.wire.socket_frames import HEAD_BYTES, Purpose, next_call_number, pack_call, pack_hello, unpack_head
 from kvtier.server.commands.admin_client import AdminClientError, ask, channel_to, follow
 
 from .measure import percentile, timed
@@ -239,7 +239,7 @@ class Flood:
         requests = [cache_pb2.LookupRequest(session=ref, keys=self._keys, mode=2) for ref in refs]
         _repeat_on(
             [
-                (self._connect(ref), pack_call(b"CacheService/Lookup", request.SerializeToString()))
+                (self._connect(ref), b"CacheService/Lookup", request.SerializeToString())
                 for ref, request in zip(refs, requests, strict=True)
                 for _ in range(CONNECTIONS // SESSIONS)
             ]
@@ -280,38 +280,37 @@ class Flood:
     def _connect(self, ref: common_pb2.SessionRef) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(f"{self._endpoint.path}.shm")
-        connection.sendall(pack_hello(Purpose.CALLS, ref.session_id, ref.epoch))
+        connection.sendall(pack_hello(Purpose.CALLS, ref.session_id, ref.epoch, next_call_number()))
         if not connection.recv(HEAD_BYTES + 1):
             raise RuntimeError("the server refused a connection")
         return connection
 
     def _repeat(self, method: str, request: Any, connections: int = CONNECTIONS, piece: int = 0) -> None:
         message = request if isinstance(request, bytes) else request.SerializeToString()
-        call = pack_call(method.encode(), message)
-        _repeat_on([(self._connect(self._ref), call) for _ in range(connections)], piece)
+        _repeat_on([(self._connect(self._ref), method.encode(), message) for _ in range(connections)], piece)
 
 
-def _repeat_on(calls: list[tuple[socket.socket, bytes]], piece: int = 0) -> None:
+def _repeat_on(calls: list[tuple[socket.socket, bytes, bytes]], piece: int = 0) -> None:
     """Sends each request again after its answer.
 
     With `piece`, sends this number of bytes at a time, and does not wait for the answers.
     """
     selector = selectors.EpollSelector()
-    for connection, call in calls:
+    for connection, name, message in calls:
         connection.setblocking(True)
-        selector.register(connection, selectors.EVENT_READ, call)
+        selector.register(connection, selectors.EVENT_READ, (name, message))
         if not piece:
-            connection.sendall(call)
-    missing, sent = Counter[Any](), 0
+            connection.sendall(pack_call(next_call_number(), name, message))
+    missing, rest = Counter[Any](), dict.fromkeys((connection for connection, _, _ in calls), b"")
     while True:
-        for connection, call in calls if piece else ():
-            position = sent % len(call)
-            connection.sendall(call[position : position + piece])
-        sent += piece
+        for connection, name, message in calls if piece else ():
+            left = rest[connection] or pack_call(next_call_number(), name, message)
+            connection.sendall(left[:piece])
+            rest[connection] = left[piece:]
         for key, _ in selector.select(0 if piece else None):
             for _ in range(_answers(key.fileobj, missing)):
                 if not piece:
-                    key.fileobj.sendall(key.data)  # type: ignore[union-attr]
+                    key.fileobj.sendall(pack_call(next_call_number(), *key.data))  # type: ignore[union-attr]
 
 
 def _answers(connection: Any, missing: Counter[Any]) -> int:

@@ -113,6 +113,7 @@ class AsyncClient(ConnectionState):
 
     async def wait_until_connected(self, timeout: float | None = None) -> None:
         """Waits `timeout` s (`Timeouts.connect`) for a session, or until a `permanent` refusal."""
+        self._check_process()
         await self._transport.perform(Connect(self.timeouts.connect if timeout is None else timeout, patient=True))
 
     async def begin_request(
@@ -419,7 +420,10 @@ class AsyncClient(ConnectionState):
         return await self._run(self._operations.status())
 
     async def close(self) -> None:
-        """Ends the session and its leases. Takes up to two seconds, even if cancelled."""
+        """Ends the session and its leases. Takes up to two seconds, even if cancelled.
+
+        In a forked child it does nothing.
+        """
         try:
             await self._transport.close()
         finally:
@@ -436,6 +440,7 @@ class AsyncClient(ConnectionState):
         return AsyncLease(client=self, **{field.name: getattr(found, field.name) for field in fields(found)})
 
     async def _run(self, operation: Operation[T]) -> T:
+        self._check_process()
         try:
             effect = next(operation)
             while True:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from .effects import Transport
+from .session.fork_guard import ForkGuarded
 
 __all__ = ["ConnectionState"]
 
 
-class ConnectionState:
+class ConnectionState(ForkGuarded):
     """Base class of both clients."""
 
     _transport: Transport
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{type(self).__name__} has connections and threads; construct one in each process")
 
     @property
     def connected(self) -> bool:

@@ -228,7 +228,7 @@ class ConversationClient(_Calls):
         return _page(self._call(self._stub.ListConversations, self._list_request(conversation_id, page, most)))
 
     def close(self) -> None:
-        if self._channel is not None and not self.is_forked:
+        if self._channel is not None and not self._is_forked:
             self._channel.close()
 
     def __enter__(self) -> Self:
@@ -238,7 +238,7 @@ class ConversationClient(_Calls):
         self.close()
 
     def _call(self, call: Any, request: Any) -> Any:
-        self.check_process()
+        self._check_process()
         try:
             return call(request, timeout=self._timeout)
         except grpc.RpcError as error:
@@ -272,7 +272,7 @@ class AsyncConversationClient(_Calls):
         return _page(await self._call(self._stub.ListConversations, self._list_request(conversation_id, page, most)))
 
     async def close(self) -> None:
-        if not self.is_forked:
+        if not self._is_forked:
             await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -282,7 +282,7 @@ class AsyncConversationClient(_Calls):
         await self.close()
 
     async def _call(self, call: Any, request: Any) -> Any:
-        self.check_process()
+        self._check_process()
         try:
             return await call(request, timeout=self._timeout)
         except grpc.RpcError as error:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ..cuda.host.copy import address_of
 from ..cuda.host.pinning import PIN_CHUNK_BYTES, Pin, PinError
+from .session.fork_guard import ForkGuarded
 
 __all__ = ["StagingPool"]
 
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 _SMALLEST_BYTES = 4 << 20
 
 
-class StagingPool:
+class StagingPool(ForkGuarded):
     """Pool of page-aligned buffers; keeps the `keep` largest free buffers. Thread-safe."""
 
     def __init__(self, pin: Pin | None = None, keep: int = 4) -> None:
@@ -49,7 +50,12 @@ class StagingPool:
                 self._give_back(buffer)
 
     def close(self) -> None:
-        """Frees all buffers. A buffer in use is freed when it is returned."""
+        """Frees all buffers. A buffer in use is freed when it is returned.
+
+        In a forked child, keeps all buffers: their pinning belongs to the parent.
+        """
+        if self._is_forked:
+            return
         with self._lock:
             self._keep = 0
             gone, self._free = self._free, []
@@ -67,7 +73,7 @@ class StagingPool:
         with self._lock:
             self._free.append(buffer)
             self._free.sort(key=lambda kept: kept.size_bytes)
-            surplus = max(0, len(self._free) - self._keep)
+            surplus = 0 if self._is_forked else max(0, len(self._free) - self._keep)
             gone, self._free = self._free[:surplus], self._free[surplus:]
         for smallest in gone:
             smallest.close()

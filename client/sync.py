@@ -110,6 +110,7 @@ class Client(ConnectionState):
 
     def wait_until_connected(self, timeout: float | None = None) -> None:
         """Waits `timeout` s (`Timeouts.connect`) for a session, or until a `permanent` refusal."""
+        self._check_process()
         self._transport.perform(Connect(self.timeouts.connect if timeout is None else timeout, patient=True))
 
     def begin_request(
@@ -412,7 +413,10 @@ class Client(ConnectionState):
         return self._run(self._operations.status())
 
     def close(self) -> None:
-        """Ends the session and its leases."""
+        """Ends the session and its leases.
+
+        In a forked child it does nothing.
+        """
         try:
             self._transport.close()
         finally:
@@ -429,6 +433,7 @@ class Client(ConnectionState):
         return Lease(client=self, **{field.name: getattr(found, field.name) for field in fields(found)})
 
     def _run(self, operation: Operation[T]) -> T:
+        self._check_process()
         try:
             effect = next(operation)
             while True:

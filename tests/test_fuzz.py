@@ -34,6 +34,11 @@ async def lookup(*_):
     raise ZeroDivisionError("planted")
 CacheService.Lookup = lookup
 """
+ANY_NUMBER = """
+from kvtier.server.rpc import socket_calls
+from kvtier.protos.wire.socket_frames import unpack_head
+socket_calls.unpack_call_head = lambda head, _: unpack_head(head)[::2]
+"""
 PARSERS = """
 from kvtier.protos.wire import socket_frames
 socket_frames.unpack_hello = lambda data: data[99]
@@ -47,9 +52,10 @@ def damaging(self, blocks):
     return outcomes
 DiskTier.load = damaging
 """
-MODULES = {"memory": "calls"}
+MODULES = {"memory": "calls", "any number": "calls"}
 PLANTS = {
     "calls": (CALLS, "planted"),
+    "any number": (ANY_NUMBER, "the server sends a frame of call"),
     "memory": ("module._MOST_GROWTH = -(1 << 40)", "MiB of memory"),
     "parsers": (PARSERS, "IndexError"),
     "disks": (DISKS, "other bytes than were stored"),
@@ -57,7 +63,9 @@ PLANTS = {
 
 
 def run(name: str, plant: str = "") -> subprocess.CompletedProcess[str]:
-    code = RUN.format(module=MODULES.get(name, name), target=name.capitalize(), plant=plant)
+    module = MODULES.get(name, name)
+    target = "Memory" if name == "memory" else module.capitalize()
+    code = RUN.format(module=module, target=target, plant=plant)
     root = Path(__file__).resolve().parents[1]
     environment = {"PYTHONPATH": f"{root / 'src'}:{root / 'tests'}", "PATH": "/usr/bin:/bin"}
     return subprocess.run(

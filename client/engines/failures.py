@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
+from ..session.fork_guard import ForkGuarded
+
 __all__ = ["RateLimitedWarnings", "Unsupported", "never_raises"]
 
 
@@ -16,7 +18,7 @@ class Unsupported(Exception):
     """The engine's configuration is not supported, so every request is a miss."""
 
 
-class RateLimitedWarnings:
+class RateLimitedWarnings(ForkGuarded):
     """Logs each kind of warning at most once per `interval_s` seconds. Thread-safe.
 
     The next warning of the kind says how many were not logged.
@@ -57,13 +59,15 @@ def never_raises(
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
     """Decorator: if the hook raises, logs the exception and returns `fallback()`.
 
-    An exception that reached the engine could end it.
+    An exception that reached the engine could end it. In a forked child all hooks of an inherited
+    object return `fallback()`, because the threads that do their work do not exist there.
     """
 
     def decorate(hook: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         @functools.wraps(hook)
         def guarded_hook(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
             try:
+                self.log._check_process()  # noqa: SLF001 - the log is as old as the object
                 return hook(self, *args, **kwargs)
             except Exception as error:
                 text = f"{hook.__name__} failed: {error!r}"

@@ -75,7 +75,7 @@ class EventStream(ForkGuarded):
 
     def close(self, timeout: float = 2.0) -> None:
         """Ends the stream. Waits at most `timeout` seconds for the thread."""
-        if self.is_forked:
+        if self._is_forked:
             return
         self._closing.set()
         self._channel.close()

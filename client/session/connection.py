@@ -28,6 +28,7 @@ from ...protos.v1 import session_pb2, session_pb2_grpc
 from ..errors import AccessDenied, Draining, InvalidRequest, KVTierError, NotConnected, ServerError, error_from_status
 from ..namespace import Namespace
 from ..timeouts import check_seconds
+from .fork_guard import ForkGuarded
 from .session import AttachError, Attachment, ClientSession
 from .socket_calls import SocketCalls, SocketTarget
 
@@ -98,7 +99,7 @@ class ClientIdentity:
         )
 
 
-class SessionConnection:
+class SessionConnection(ForkGuarded):
     """Keeps a session open. After a failure, opens a new session."""
 
     def __init__(
@@ -168,11 +169,6 @@ class SessionConnection:
             heartbeats = self._heartbeats if self._session is session else None
         if heartbeats is not None:
             heartbeats.cancel()
-
-    def forked(self) -> None:
-        """Closes the forked child's copies of the descriptors that tell the server of a writer."""
-        if self._session is not None:
-            self._session.forked()
 
     def close(self) -> None:
         self._closing.set()

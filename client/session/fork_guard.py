@@ -1,8 +1,8 @@
 """Guard of objects that have connections, against their use by a forked child.
 
 A child inherits the connections, but not the threads that serve them. Two processes that use one
-connection read each other's answers. So in the child the guarded objects refuse all calls, and
-nothing closes their connections: gRPC and TLS would send bytes, which belong to the parent.
+connection disturb each other. So in the child the guarded objects refuse all calls, and nothing
+closes their connections: gRPC and TLS would send bytes, which belong to the parent.
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ def fork_safe(channel: grpc.Channel) -> grpc.Channel:
 
 
 class ForkGuarded:
-    """Base class of objects with connections. A subclass calls `check_process` in each method."""
+    """Base class of objects with connections, threads or locks.
 
-    is_forked = False
+    A public method calls `_check_process`, unless it closes the object. In a forked child such a
+    method must neither wait for a thread of the parent nor send a byte.
+    """
+
+    _is_forked = False
     """Whether this process is a child that was forked after the construction of the object."""
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
@@ -41,18 +45,21 @@ class ForkGuarded:
         _guarded.add(made)
         return made
 
-    def check_process(self) -> None:
+    def _check_process(self) -> None:
         """Raises `ForkedClient` in a forked child."""
-        if self.is_forked:
+        if self._is_forked:
             raise ForkedClient(
                 "this client belongs to the process that this process was forked from; construct another one here"
             )
 
-    def forked(self) -> None:
-        """Called in the child, on its only thread. It must not wait for a lock or send a byte."""
+    def _after_fork(self) -> None:
+        """Called in the child, on its only thread. The locks of the object are free then."""
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{type(self).__name__} has connections and threads; construct one in each process")
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied, because it has connections, threads or locks; "
+            "construct one in each process"
+        )
 
 
 _guarded: WeakSet[ForkGuarded] = WeakSet()
@@ -65,12 +72,21 @@ def _after_fork_in_child() -> None:
         # garbage collector frees them in the child.
         gc.freeze()
     for each in inherited:
-        each.is_forked = True
+        each._is_forked = True  # noqa: SLF001 - of this module
         # One more reference, which is never released, keeps everything that the object refers to:
         # the destructor of a gRPC channel would shut down the socket that the parent uses.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
         with contextlib.suppress(Exception):  # an error here would end the child's start
-            each.forked()
+            _free_locks(each)
+            each._after_fork()  # noqa: SLF001 - of this module
+
+
+def _free_locks(guarded: ForkGuarded) -> None:
+    """Frees the locks, conditions and events that another thread of the parent has held."""
+    for value in vars(guarded).values():
+        reinit = getattr(value, "_at_fork_reinit", None)  # of all classes of `threading`
+        if reinit is not None:
+            reinit()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -11,9 +11,16 @@ from operator import add
 from ...cuda.host.pinning import Pin, Pinning
 from ...cuda.host.region import HostRegion, RegionError
 from ...protos.v1 import common_pb2, session_pb2
-from ...protos.wire.socket_frames import HEAD_BYTES, REGION_ANSWER_BYTES, Purpose, unpack_region_bytes
+from ...protos.wire.socket_frames import (
+    HEAD_BYTES,
+    REGION_ANSWER_BYTES,
+    Purpose,
+    next_call_number,
+    unpack_region_bytes,
+)
 from ..errors import KVTierError, ServerError, SessionLost
-from .socket_calls import SocketCalls, SocketTarget, message_of
+from .fork_guard import ForkGuarded
+from .socket_calls import SocketCalls, SocketTarget, answer_length, message_of
 
 __all__ = ["AttachError", "Attachment", "ClientSession"]
 
@@ -43,11 +50,13 @@ class Attachment:
             connection.settimeout(_ATTACH_SECONDS)
             connection.connect(path)
             target.check_owner(connection)
-            connection.sendall(target.hello(Purpose.REGION))
-            answer, descriptors, _, _ = socket.recv_fds(connection, REGION_ANSWER_BYTES, 1)
+            number = next_call_number()
+            connection.sendall(target.hello(Purpose.REGION, number))
+            answer, descriptors, _, _ = socket.recv_fds(connection, REGION_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             try:
                 if len(answer) != REGION_ANSWER_BYTES or not descriptors:
                     raise RegionError("the server refused to send its region")
+                answer_length(answer[:HEAD_BYTES], number)
                 size_bytes = unpack_region_bytes(message_of(answer[HEAD_BYTES:]))
                 region = HostRegion.attach(descriptors[0], size_bytes)
             finally:
@@ -70,7 +79,7 @@ class Attachment:
         self._connection.close()
 
 
-class ClientSession:
+class ClientSession(ForkGuarded):
     """Session of a client, from `Open` to its end.
 
     Attributes:
@@ -173,7 +182,7 @@ class ClientSession:
         if close:
             self._close()
 
-    def forked(self) -> None:
+    def _after_fork(self) -> None:
         """Closes the forked child's copy of the attachment's socket.
 
         Otherwise the server would keep the slots of a dead parent for as long as the child lives.
@@ -182,5 +191,5 @@ class ClientSession:
             self._attachment.disconnect()
 
     def _close(self) -> None:
-        if self._attachment is not None:
+        if self._attachment is not None and not self._is_forked:  # the pinning belongs to the parent
             self._attachment.close()

@@ -28,14 +28,26 @@ from ...protos.wire.socket_frames import (
     STREAMS_PROTOCOL,
     FrameKind,
     Purpose,
+    check_number,
+    next_call_number,
     pack_call,
     pack_hello,
     unpack_answer,
     unpack_head,
 )
 from ..errors import DeadlineExceeded, KVTierError, ServerError, SessionLost, error_from
+from .fork_guard import ForkGuarded
 
-__all__ = ["MAX_IDLE", "SocketCalls", "SocketPool", "SocketTarget", "answer_length", "enable_keepalive", "message_of"]
+__all__ = [
+    "MAX_IDLE",
+    "SocketCalls",
+    "SocketPool",
+    "SocketTarget",
+    "answer_length",
+    "enable_keepalive",
+    "message_of",
+    "read_answer",
+]
 
 _CONNECT_SECONDS = 2.0
 _AVOID_SECONDS = 5.0
@@ -61,10 +73,10 @@ class SocketTarget:
         if isinstance(self.address, str) and not self.is_chosen:
             check_connected(connection, self.address)
 
-    def hello(self, purpose: Purpose) -> bytes:
+    def hello(self, purpose: Purpose, number: int) -> bytes:
         """Returns the first message of a connection. Raises `CredentialsError`."""
         token = "" if purpose is Purpose.REGION else self.credentials.socket_token()
-        return pack_hello(purpose, self.session.session_id, self.session.epoch, token)
+        return pack_hello(purpose, self.session.session_id, self.session.epoch, number, token)
 
     def tls_context(self, purpose: Purpose) -> ssl.SSLContext | None:
         """Returns the context for a connection; None without TLS. Raises `CredentialsError`."""
@@ -95,15 +107,16 @@ class SocketTarget:
                 secure.handshake()
             else:
                 on_open(connection)
-            connection.send([self.hello(purpose)])
-            message_of(connection.read(answer_length(connection.read(HEAD_BYTES))))
+            number = next_call_number()
+            connection.send([self.hello(purpose, number)])
+            message_of(read_answer(connection, number))
         except BaseException:
             sock.close()
             raise
         return connection
 
 
-class SocketPool:
+class SocketPool(ForkGuarded):
     """Connections of one session. Each carries one call at a time. Any thread may use the pool."""
 
     def __init__(self, target: SocketTarget, purpose: Purpose) -> None:
@@ -236,12 +249,13 @@ class SocketCalls(SocketPool):
         intact = False
         try:
             connection.set_deadline(timeout)
-            connection.send([pack_call(name.encode(), message)])
-            body = connection.read(answer_length(connection.read(HEAD_BYTES)))
+            number = next_call_number()
+            connection.send([pack_call(number, name.encode(), message)])
+            body = read_answer(connection, number)
             intact = True
         except BlockingIOError:
             raise DeadlineExceeded(f"{name}: no answer within {timeout:g} s") from None
-        except OSError as error:  # the server closes the connection when the session ends
+        except OSError as error:  # such as the end of the session, or an answer to another call
             raise SessionLost(f"{name}: {error}") from None
         finally:
             self.put(connection, intact=intact)
@@ -288,14 +302,26 @@ def enable_keepalive(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)
 
 
-def answer_length(head: bytes) -> int:
-    """Returns the length of what follows the head of an answer. Raises `ServerError`."""
+def read_answer(connection: Connection, number: int, head: bytes | None = None) -> bytes:
+    """Returns what follows the head of the answer to call `number`. `head`: if it has been read.
+
+    Raises OSError, and what `answer_length` raises.
+    """
+    return connection.read(answer_length(head or connection.read(HEAD_BYTES), number))
+
+
+def answer_length(head: bytes, number: int) -> int:
+    """Returns the length of what follows the head of the answer to call `number`.
+
+    Raises `ServerError` for another frame, and `CrossedFrameError` for an answer to another call.
+    """
     try:
-        length, kind = unpack_head(head)
+        length, kind, answered = unpack_head(head)
     except ValueError:
-        length, kind = 0, None
+        length, kind, answered = 0, None, number
     if kind is not FrameKind.ANSWER or length > MAX_ANSWER_BYTES:
         raise ServerError("the server does not send an answer of the socket protocol")
+    check_number(answered, number)
     return length
 
 

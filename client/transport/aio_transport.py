@@ -64,17 +64,14 @@ class AsyncGrpcTransport(ForkGuarded):
 
     @property
     def session(self) -> ClientSession | None:
-        return None if self.is_forked else self._connection.session
-
-    def forked(self) -> None:
-        self._connection.forked()
+        return None if self._is_forked else self._connection.session
 
     def invalidate(self, session: ClientSession) -> None:
-        self.check_process()
+        self._check_process()
         self._connection.invalidate(session)
 
     async def perform(self, effect: Effect) -> Any:
-        self.check_process()
+        self._check_process()
         try:
             return await self._perform(effect)
         except SessionLost as error:
@@ -167,7 +164,7 @@ class AsyncGrpcTransport(ForkGuarded):
 
     async def close(self) -> None:
         """Ends the session. Takes up to two seconds, even if cancelled."""
-        if self.is_forked:
+        if self._is_forked:
             return
         self._closed = True
         await _run_to_end(self._close())

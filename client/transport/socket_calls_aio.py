@@ -7,7 +7,7 @@ import contextlib
 import time
 from typing import NamedTuple
 
-from ...protos.wire.socket_frames import HEAD_BYTES, Purpose, pack_call
+from ...protos.wire.socket_frames import HEAD_BYTES, Purpose, next_call_number, pack_call
 from ..errors import DeadlineExceeded, KVTierError, SessionLost
 from ..session.socket_calls import MAX_IDLE, SocketCalls, answer_length, enable_keepalive, message_of
 
@@ -18,9 +18,9 @@ class _Connection(NamedTuple):
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    async def answer(self) -> bytes:
-        """Returns what follows the head of the next answer."""
-        length = answer_length(await self.reader.readexactly(HEAD_BYTES))
+    async def answer(self, number: int) -> bytes:
+        """Returns what follows the head of the answer to call `number`."""
+        length = answer_length(await self.reader.readexactly(HEAD_BYTES), number)
         return await self.reader.readexactly(length)
 
 
@@ -52,8 +52,9 @@ class AsyncSocketCalls:
                 self._busy.add(connection)
                 intact = False
                 try:
-                    connection.writer.write(pack_call(name.encode(), message))
-                    body = await connection.answer()
+                    number = next_call_number()
+                    connection.writer.write(pack_call(number, name.encode(), message))
+                    body = await connection.answer(number)
                     intact = True
                 finally:
                     self._put(connection, intact=intact)
@@ -102,8 +103,9 @@ class AsyncSocketCalls:
         try:
             connection = await self._open()
             writer = connection.writer
-            writer.write(self.calls.target.hello(Purpose.CALLS))
-            message_of(await connection.answer())
+            number = next_call_number()
+            writer.write(self.calls.target.hello(Purpose.CALLS, number))
+            message_of(await connection.answer(number))
             accepted = not self._closed
         except (OSError, EOFError, ValueError, KVTierError):
             return None

@@ -21,6 +21,7 @@ from ...protos.socket_owner import is_chosen
 from ...protos.v1 import transfer_pb2
 from ..effects import Pull, Push
 from ..errors import KVTierError, NotConnected
+from ..session.fork_guard import ForkGuarded
 from ..session.session import ClientSession
 from ..session.socket_calls import SocketTarget
 from .grpc_methods import LOCATE, PULL, PUSH, path_of, serialize
@@ -63,7 +64,7 @@ class GrpcStreams:
                 call.cancel()  # ends the stream if the sink raised
 
 
-class SocketConnector:
+class SocketConnector(ForkGuarded):
     """Finds the socket of a server and stays connected to it. Any thread may call."""
 
     def __init__(self, control: grpc.Channel, endpoint: Endpoint, credentials: Credentials, *, enabled: bool) -> None:

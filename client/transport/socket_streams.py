@@ -13,7 +13,7 @@ from ...protos.wire import socket_frames as frames
 from ..effects import Pull, Push
 from ..errors import DeadlineExceeded, KVTierError, NotConnected, SessionLost
 from ..session.session import ClientSession
-from ..session.socket_calls import SocketCalls, SocketPool, SocketTarget, answer_length, message_of
+from ..session.socket_calls import SocketCalls, SocketPool, SocketTarget, message_of, read_answer
 
 __all__ = ["SocketStreams"]
 
@@ -41,32 +41,35 @@ class SocketStreams(SocketPool):
         source = effect.source
         request = source.request(complete=effect.complete)
         with self._connection(effect, on_start) as connection:
-            connection.send([frames.pack_call(frames.PUSH, request.SerializeToString())])
+            number = frames.next_call_number()
+            connection.send([frames.pack_call(number, frames.PUSH, request.SerializeToString())])
             try:
                 for offset, views in source.pieces(effect.start, effect.step):
                     nbytes = sum(view.nbytes for view in views)
-                    head = frames.pack_data_head(offset, nbytes, checksum_on(connection, views))
+                    head = frames.pack_data_head(number, offset, nbytes, checksum_on(connection, views))
                     connection.send([head, *views])
-                connection.send([frames.END])
+                connection.send([frames.pack_end(number)])
             except ConnectionError:
-                _read_answer(connection)  # raises if the server refused the stream
+                message_of(read_answer(connection, number))  # raises a refusal of the server
                 raise
-            return transfer_pb2.PushResponse.FromString(_read_answer(connection))
+            return transfer_pb2.PushResponse.FromString(message_of(read_answer(connection, number)))
 
     def pull(self, effect: Pull, on_start: Callable[[Any], object] = lambda _: None) -> None:
         sink = effect.sink
         with self._connection(effect, on_start) as connection:
-            connection.send([frames.pack_call(frames.PULL, effect.request.SerializeToString())])
+            number = frames.next_call_number()
+            connection.send([frames.pack_call(number, frames.PULL, effect.request.SerializeToString())])
             while True:
                 head = connection.read(frames.HEAD_BYTES)
                 if frames.unpack_head(head)[1] is not frames.FrameKind.DATA:
                     break
                 rest = connection.read(frames.DATA_HEAD_BYTES - frames.HEAD_BYTES)
                 data = frames.unpack_data_head(head + rest)
+                frames.check_number(data.number, number)
                 views = sink.views(data.offset, data.nbytes)
                 connection.receive(views)
                 sink.verify(data, checksum_on(connection, views))
-            answer = transfer_pb2.PullResponse.FromString(_read_answer(connection, head))
+            answer = transfer_pb2.PullResponse.FromString(message_of(read_answer(connection, number, head)))
             sink.completed = sink.completed or answer.completed
 
     def offer_calls(self, session: ClientSession) -> None:
@@ -106,11 +109,6 @@ class SocketStreams(SocketPool):
             if isinstance(error, BlockingIOError):
                 raise NotConnected(f"no byte of a stream moved for {_STALL_SECONDS:g} s") from None
             raise NotConnected(f"the connection of a stream failed: {error}") from None
-
-
-def _read_answer(connection: Connection, head: bytes | None = None) -> bytes:
-    """Returns the message of an answer. Raises `KVTierError` for a refusal."""
-    return message_of(connection.read(answer_length(head or connection.read(frames.HEAD_BYTES))))
 
 
 class _StreamCall:

@@ -46,17 +46,14 @@ class GrpcTransport(ForkGuarded):
 
     @property
     def session(self) -> ClientSession | None:
-        return None if self.is_forked else self._connection.session
-
-    def forked(self) -> None:
-        self._connection.forked()
+        return None if self._is_forked else self._connection.session
 
     def invalidate(self, session: ClientSession) -> None:
-        self.check_process()
+        self._check_process()
         self._connection.invalidate(session)
 
     def perform(self, effect: Effect) -> Any:
-        self.check_process()
+        self._check_process()
         try:
             return self._perform(effect)
         except SessionLost as error:
@@ -102,7 +99,7 @@ class GrpcTransport(ForkGuarded):
         return self._calls[method](request, timeout=max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        if self.is_forked:
+        if self._is_forked:
             return
         self._closed = True
         self._connection.close()

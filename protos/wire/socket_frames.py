@@ -3,11 +3,16 @@
 `docs/wire.md` describes the protocol: sockets, TLS, states, limits and errors. A connection begins
 with a hello of the client, which the server answers. After that each call is one frame, with data
 frames after it for a Push and before its answer for a Pull. All numbers are little-endian.
+
+Each frame has the number of its call, which both sides compare. So if two processes use one
+connection by mistake, such as after a fork, neither reads the answer to a call of the other.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
+import os
 import struct
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -19,7 +24,6 @@ from google.rpc import status_pb2
 __all__ = [
     "CALLS_PROTOCOL",
     "DATA_HEAD_BYTES",
-    "END",
     "HEAD_BYTES",
     "HELLO_BYTES",
     "MAX_ANSWER_BYTES",
@@ -30,29 +34,34 @@ __all__ = [
     "REGION_ANSWER_BYTES",
     "STATUS_OF_CODE",
     "STREAMS_PROTOCOL",
+    "CrossedFrameError",
     "DataHead",
     "FrameKind",
     "Hello",
     "Purpose",
+    "check_number",
+    "next_call_number",
     "pack_answer",
     "pack_call",
     "pack_data_head",
+    "pack_end",
     "pack_error",
     "pack_hello",
     "pack_region_answer",
     "purpose_of",
     "unpack_answer",
     "unpack_call",
+    "unpack_call_head",
     "unpack_data_head",
     "unpack_head",
     "unpack_hello",
     "unpack_region_bytes",
 ]
 
-_MAGIC: Final = b"KVT2"
-_HELLO: Final = struct.Struct("<4sB16sQH")
-_HEAD: Final = struct.Struct("<IB")
-_DATA: Final = struct.Struct("<IBQQ")
+_MAGIC: Final = b"KVT3"
+_HELLO: Final = struct.Struct("<4sB16sQQH")
+_HEAD: Final = struct.Struct("<IBQ")
+_DATA: Final = struct.Struct("<IBQQQ")
 _CHECK: Final = struct.Struct("<I")
 _REGION: Final = struct.Struct("<Q")
 
@@ -68,14 +77,39 @@ MAX_TOKEN_BYTES: Final = 512
 MAX_ANSWER_BYTES: Final = 1 << 30
 """Largest answer that a client accepts."""
 
-CALLS_PROTOCOL: Final = "kvtier-calls/2"
+CALLS_PROTOCOL: Final = "kvtier-calls/3"
 """Name of `Purpose.CALLS` in a TLS handshake (ALPN)."""
-STREAMS_PROTOCOL: Final = "kvtier-streams/2"
+STREAMS_PROTOCOL: Final = "kvtier-streams/3"
 
 PUSH: Final = b"TransferService/Push"
 PULL: Final = b"TransferService/Pull"
 
 STATUS_OF_CODE = MappingProxyType({status.value[0]: status for status in grpc.StatusCode})
+
+_NUMBERS: Final = 1 << 64
+_MAX_STEP: Final = 1 << 31
+"""Largest difference between the numbers of two calls that follow each other on a connection."""
+_FIRST: Final = int.from_bytes(os.urandom(8), "little")
+_count = itertools.count()
+
+
+class CrossedFrameError(ConnectionError):
+    """A frame belongs to another call than the one that the connection is for."""
+
+
+def next_call_number() -> int:
+    """Returns the number of the next call of this process, on any connection.
+
+    Two processes differ in the upper half by their process ids, so that a forked child has other
+    numbers than its parent. Any thread may call.
+    """
+    return (_FIRST + (os.getpid() << 32) + next(_count)) % _NUMBERS
+
+
+def check_number(number: int, expected: int) -> None:
+    """Raises `CrossedFrameError` if a frame does not belong to the call `expected`."""
+    if number != expected:
+        raise CrossedFrameError(f"a frame of call {number:x} arrived instead of one of call {expected:x}")
 
 
 class Purpose(enum.IntEnum):
@@ -104,27 +138,29 @@ class Hello(NamedTuple):
     purpose: Purpose
     session_id: bytes
     epoch: int
+    number: int
     token_bytes: int
 
 
 class DataHead(NamedTuple):
-    """Head of a data frame: offset in the sequence; length and xxh3-64 of its bytes."""
+    """Head of a data frame: call; offset in the sequence; length and xxh3-64 of its bytes."""
 
+    number: int
     offset: int
     nbytes: int
     xxh3_64: int
 
 
-def pack_hello(purpose: Purpose, session_id: bytes, epoch: int, token: str = "") -> bytes:
-    return _HELLO.pack(_MAGIC, purpose, session_id, epoch, len(token)) + token.encode("ascii")
+def pack_hello(purpose: Purpose, session_id: bytes, epoch: int, number: int, token: str = "") -> bytes:
+    return _HELLO.pack(_MAGIC, purpose, session_id, epoch, number, len(token)) + token.encode("ascii")
 
 
 def unpack_hello(data: bytes | bytearray | memoryview) -> Hello:
     """Returns the fields of a hello. Raises ValueError if it is not one of this version."""
     try:
-        magic, purpose, session_id, epoch, token_bytes = _HELLO.unpack(data)
+        magic, purpose, session_id, epoch, number, token_bytes = _HELLO.unpack(data)
         if magic == _MAGIC and token_bytes <= MAX_TOKEN_BYTES:
-            return Hello(Purpose(purpose), session_id, epoch, token_bytes)
+            return Hello(Purpose(purpose), session_id, epoch, number, token_bytes)
     except (struct.error, ValueError):
         pass
     raise ValueError("the connection does not begin with a hello of this version")
@@ -140,15 +176,30 @@ def purpose_of(start: bytes) -> Purpose:
     raise ValueError("the connection does not begin with a hello of this version")
 
 
-def unpack_head(head: bytes | bytearray | memoryview) -> tuple[int, FrameKind]:
-    """Returns the length of the rest of a frame, and its kind. Raises ValueError."""
-    length, kind = _HEAD.unpack_from(head)
-    return int(length), FrameKind(kind)
+def unpack_head(head: bytes | bytearray | memoryview) -> tuple[int, FrameKind, int]:
+    """Returns a frame's length after the head, kind, and number of its call. Raises ValueError."""
+    length, kind, number = _HEAD.unpack_from(head)
+    return length, FrameKind(kind), number
 
 
-def pack_call(name: bytes, message: bytes) -> bytes:
+def pack_call(number: int, name: bytes, message: bytes) -> bytes:
     """Returns the frame of a call. `name` is like b"CacheService/Lookup", at most 255 bytes."""
-    return b"".join((_HEAD.pack(1 + len(name) + len(message), FrameKind.CALL), bytes((len(name),)), name, message))
+    head = _HEAD.pack(1 + len(name) + len(message), FrameKind.CALL, number)
+    return b"".join((head, bytes((len(name),)), name, message))
+
+
+def unpack_call_head(head: bytes | bytearray, last_call: int) -> tuple[int, int]:
+    """Returns the length of what follows the head of a call, and the number of the call.
+
+    `last_call`: number of the last call of the connection, or of its hello. Raises ValueError for
+    another frame, and `CrossedFrameError` if the process that used `last_call` did not send it.
+    """
+    length, kind, number = unpack_head(head)
+    if kind is not FrameKind.CALL:
+        raise ValueError("not a call")
+    if not 0 < (number - last_call) % _NUMBERS < _MAX_STEP:
+        raise CrossedFrameError(f"call {number:x} cannot follow call {last_call:x} of the same process")
+    return length, number
 
 
 def unpack_call(body: bytes) -> tuple[bytes, bytes]:
@@ -159,14 +210,14 @@ def unpack_call(body: bytes) -> tuple[bytes, bytes]:
     return body[1:end], body[end:]
 
 
-def pack_answer(code: int, message: bytes = b"") -> bytes:
+def pack_answer(number: int, code: int, message: bytes = b"") -> bytes:
     """Returns the frame of an answer. If `code` is not 0, `message` is a `google.rpc.Status`."""
-    return b"".join((_HEAD.pack(1 + len(message), FrameKind.ANSWER), bytes((code,)), message))
+    return b"".join((_HEAD.pack(1 + len(message), FrameKind.ANSWER, number), bytes((code,)), message))
 
 
-def pack_error(status: status_pb2.Status) -> bytes:
+def pack_error(number: int, status: status_pb2.Status) -> bytes:
     """Returns the answer of a call that was refused or has failed."""
-    return pack_answer(status.code, status.SerializeToString())
+    return pack_answer(number, status.code, status.SerializeToString())
 
 
 def unpack_answer(body: bytes) -> tuple[int, bytes]:
@@ -176,9 +227,9 @@ def unpack_answer(body: bytes) -> tuple[int, bytes]:
     return body[0], body[1:]
 
 
-def pack_region_answer(size_bytes: int) -> bytes:
+def pack_region_answer(number: int, size_bytes: int) -> bytes:
     """Returns the answer to a hello for the region. It is sent together with the descriptor."""
-    return pack_answer(0, _REGION.pack(size_bytes))
+    return pack_answer(number, 0, _REGION.pack(size_bytes))
 
 
 def unpack_region_bytes(message: bytes) -> int:
@@ -188,20 +239,22 @@ def unpack_region_bytes(message: bytes) -> int:
     return int(_REGION.unpack(message)[0])
 
 
-def pack_data_head(offset: int, nbytes: int, xxh3_64: int) -> bytes:
+def pack_data_head(number: int, offset: int, nbytes: int, xxh3_64: int) -> bytes:
     """Returns the head of a data frame, with a checksum of the head."""
-    head = _DATA.pack(DATA_HEAD_BYTES - HEAD_BYTES + nbytes, FrameKind.DATA, offset, xxh3_64)
+    head = _DATA.pack(DATA_HEAD_BYTES - HEAD_BYTES + nbytes, FrameKind.DATA, number, offset, xxh3_64)
     return head + _CHECK.pack(xxhash.xxh32_intdigest(head))
 
 
 def unpack_data_head(head: bytes | bytearray) -> DataHead:
     """Returns the fields of a whole head. Raises ValueError if its checksum does not match."""
     fields, (check,) = bytes(head[: _DATA.size]), _CHECK.unpack(head[_DATA.size :])
-    length, kind, offset, xxh3_64 = _DATA.unpack(fields)
+    length, kind, number, offset, xxh3_64 = _DATA.unpack(fields)
     nbytes = length - (DATA_HEAD_BYTES - HEAD_BYTES)
     if xxhash.xxh32_intdigest(fields) != check or nbytes < 0 or kind != FrameKind.DATA:
         raise ValueError("the head of a frame arrived damaged")
-    return DataHead(offset, nbytes, xxh3_64)
+    return DataHead(number, offset, nbytes, xxh3_64)
 
 
-END: Final = _HEAD.pack(0, FrameKind.END)
+def pack_end(number: int) -> bytes:
+    """Returns the frame after the last data frame of a Push."""
+    return _HEAD.pack(0, FrameKind.END, number)

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -54,6 +55,17 @@ _NICE = 5
 """Nice value 5 gives a third of the server's CPU weight, so busy streams do not delay calls."""
 _TLS_RECORD = b"\x16\x03"
 _TLS_RECORD_HEAD_BYTES = 5
+
+
+@dataclass(slots=True)
+class _Client:
+    """Client whose hello was accepted."""
+
+    connection: Connection
+    caller: Caller
+    place: Place
+    last_call: int
+    """Number of its last call, or of its hello."""
 
 
 class StreamServer:
@@ -100,7 +112,7 @@ class StreamServer:
     def receive_connections(self) -> None:
         """Serves the Unix connections for streams that the server passes. Does not return."""
         while True:
-            hello, descriptors, _, _ = socket.recv_fds(self._handover, 4096, 1)
+            hello, descriptors, _, _ = socket.recv_fds(self._handover, 4096, 1, socket.MSG_CMSG_CLOEXEC)
             if not hello:
                 return
             for descriptor in descriptors:
@@ -137,15 +149,15 @@ class StreamServer:
                 else:
                     accepted = self._accept_local(Connection(sock, _IDLE_SECONDS), hello)
                 if accepted is not None:
-                    while self._serve_call(*accepted):
+                    while self._serve_call(accepted):
                         pass
         except (OSError, ValueError) as error:
             _log.debug("a connection has ended: %s", error)
         finally:
             if accepted is not None:
-                self._places.leave(accepted[2])
+                self._places.leave(accepted.place)
 
-    def _accept_client(self, sock: socket.socket) -> tuple[Connection, Caller, Place] | None:
+    def _accept_client(self, sock: socket.socket) -> _Client | None:
         """Performs the handshakes. None: the connection went to the server, or was refused."""
         deadline = time.monotonic() + _HELLO_SECONDS
         connection = Connection(sock, _IDLE_SECONDS)
@@ -163,12 +175,10 @@ class StreamServer:
         token = connection.read(frames.unpack_hello(hello).token_bytes)
         return self._greet(connection, hello + token, names, is_local=False)
 
-    def _accept_local(self, connection: Connection, hello: bytes) -> tuple[Connection, Caller, Place] | None:
+    def _accept_local(self, connection: Connection, hello: bytes) -> _Client | None:
         return self._greet(connection, hello, [], is_local=True)
 
-    def _greet(
-        self, connection: Connection, hello: bytes, names: list[str], *, is_local: bool
-    ) -> tuple[Connection, Caller, Place] | None:
+    def _greet(self, connection: Connection, hello: bytes, names: list[str], *, is_local: bool) -> _Client | None:
         """Asks the server to accept a client, and answers the hello. None: refused."""
         fields = frames.unpack_hello(hello[: frames.HELLO_BYTES])
         token = hello[frames.HELLO_BYTES :].decode("ascii") or None
@@ -179,47 +189,49 @@ class StreamServer:
         try:
             place = self._places.take(stream.greet(), connection.shutdown)
         except Refused as error:
-            connection.send([_refusal(error)])
+            connection.send([_refusal(fields.number, error)])
             return None
         finally:
             self._broker.close(stream)
         try:
-            connection.send([frames.pack_answer(0)])
+            connection.send([frames.pack_answer(fields.number, 0)])
             connection.set_deadline(None)
         except OSError:
             self._places.leave(place)
             raise
-        return connection, caller, place
+        return _Client(connection, caller, place, fields.number)
 
-    def _serve_call(self, connection: Connection, caller: Caller, place: Place) -> bool:
-        """Serves one call; returns whether another may follow."""
+    def _serve_call(self, client: _Client) -> bool:
+        """Serves one call; returns whether another may follow. Raises OSError, ValueError."""
+        connection = client.connection
         try:
-            with self._places.idling(place):
+            with self._places.idling(client.place):
                 head = connection.read(frames.HEAD_BYTES)
         except ConnectionResetError:
             return False
-        length, kind = frames.unpack_head(head)
-        if kind is not frames.FrameKind.CALL or length > _MAX_MESSAGE_BYTES:
-            raise ValueError(f"a frame of kind {kind.name} with {length} bytes instead of a call")
-        stream = self._broker.open(caller, connection.shutdown)
+        length, number = frames.unpack_call_head(head, client.last_call)
+        if length > _MAX_MESSAGE_BYTES:
+            raise ValueError(f"a call with {length} bytes")
+        client.last_call = number
+        stream = self._broker.open(client.caller, connection.shutdown)
         code = "CANCELLED"
         ended = False
         try:
             method, message = frames.unpack_call(connection.read(length))
             if method == frames.PUSH:
-                completes = self._push(connection, stream, message)
+                completes = self._push(connection, stream, number, message)
             elif method == frames.PULL:
-                completes = self._pull(connection, stream, message)
+                completes = self._pull(connection, stream, number, message)
             else:
-                connection.send([_unimplemented(method)])
+                connection.send([_unimplemented(number, method)])
                 return False
             ended = True
             stream.end("OK", complete=completes)
             completed = completes and stream.wait_committed()
-            connection.send([_answer(stream, method, completed=completed)])
+            connection.send([_answer(number, stream, method, completed=completed)])
         except Refused as error:
             code = STATUS_OF[error.reason].name
-            connection.send([_refusal(error)])
+            connection.send([_refusal(number, error)])
             return False
         finally:
             if not ended:
@@ -227,12 +239,12 @@ class StreamServer:
             self._broker.close(stream)
         return True
 
-    def _push(self, connection: Connection, stream: Stream, message: bytes) -> bool:
+    def _push(self, connection: Connection, stream: Stream, number: int, message: bytes) -> bool:
         request = self._parsed(frames.PUSH, transfer_pb2.PushRequest, message)
         stream.begin(request.store_id)
         parts = PartSequence(stream.slots, stream.sizes)
         frame_sizes = PushFrameSizes(len(stream.sizes), self._max_frame_bytes)
-        while (head := _read_data_head(connection, stream)) is not None:
+        while (head := _read_data_head(connection, stream, number)) is not None:
             frame_sizes.check(head.nbytes)
             try:
                 parts.check(head.offset, head.nbytes)
@@ -274,7 +286,7 @@ class StreamServer:
             position = stop
         return views
 
-    def _pull(self, connection: Connection, stream: Stream, message: bytes) -> bool:
+    def _pull(self, connection: Connection, stream: Stream, number: int, message: bytes) -> bool:
         request = self._parsed(frames.PULL, transfer_pb2.PullRequest, message)
         stream.begin(request.lease_id, request.items)
         parts = PartSequence(stream.slots, stream.sizes)
@@ -283,7 +295,8 @@ class StreamServer:
             views = self._views(parts, offset, nbytes)
             with stream.touching:
                 stream.check()
-                connection.send([frames.pack_data_head(offset, nbytes, checksum_on(connection, views)), *views])
+                head = frames.pack_data_head(number, offset, nbytes, checksum_on(connection, views))
+                connection.send([head, *views])
                 stream.moved(offset, nbytes)
         return bool(request.complete and parts.total_bytes)
 
@@ -314,33 +327,38 @@ def _is_for_calls(connection: Connection, *, tls: bool) -> bool:
     return frames.CALLS_PROTOCOL.encode() in connection.peek(_TLS_RECORD_HEAD_BYTES + length)
 
 
-def _read_data_head(connection: Connection, stream: Stream) -> frames.DataHead | None:
-    """Reads the head of a data frame; None at the end of a Push. Raises `Refused`."""
+def _read_data_head(connection: Connection, stream: Stream, number: int) -> frames.DataHead | None:
+    """Reads the head of a data frame of call `number`; None at the end of its Push.
+
+    Raises `Refused`, and `CrossedFrameError` for a frame of another call.
+    """
     head = connection.read(frames.HEAD_BYTES)
-    if head == frames.END:
+    if head == frames.pack_end(number):
         return None
     try:
-        return frames.unpack_data_head(head + connection.read(frames.DATA_HEAD_BYTES - frames.HEAD_BYTES))
+        data = frames.unpack_data_head(head + connection.read(frames.DATA_HEAD_BYTES - frames.HEAD_BYTES))
     except ValueError as error:
         stream.damaged()
         raise Refused("CHECKSUM_MISMATCH", str(error)) from error
+    frames.check_number(data.number, number)
+    return data
 
 
-def _answer(stream: Stream, method: bytes, *, completed: bool) -> bytes:
+def _answer(number: int, stream: Stream, method: bytes, *, completed: bool) -> bytes:
     if method == frames.PUSH:
         pushed = transfer_pb2.PushResponse(received_bytes=stream.received, completed=completed)
-        return frames.pack_answer(0, pushed.SerializeToString())
-    return frames.pack_answer(0, transfer_pb2.PullResponse(completed=completed).SerializeToString())
+        return frames.pack_answer(number, 0, pushed.SerializeToString())
+    return frames.pack_answer(number, 0, transfer_pb2.PullResponse(completed=completed).SerializeToString())
 
 
-def _refusal(error: Refused) -> bytes:
-    return frames.pack_error(status_of(error.reason, str(error)))
+def _refusal(number: int, error: Refused) -> bytes:
+    return frames.pack_error(number, status_of(error.reason, str(error)))
 
 
-def _unimplemented(method: bytes) -> bytes:
+def _unimplemented(number: int, method: bytes) -> bytes:
     code: int = grpc.StatusCode.UNIMPLEMENTED.value[0]
     text = f"{method.decode(errors='replace')} is not served on this connection"
-    return frames.pack_error(status_pb2.Status(code=code, message=text))
+    return frames.pack_error(number, status_pb2.Status(code=code, message=text))
 
 
 def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:

@@ -153,7 +153,7 @@ class BulkProcess:
 
     def _take_over(self, handover: socket.socket) -> None:
         try:
-            message, descriptors, _, _ = socket.recv_fds(handover, _HANDOVER_BYTES, 1)
+            message, descriptors, _, _ = socket.recv_fds(handover, _HANDOVER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:  # such as too many open files; the client then uses gRPC
             _log.warning("cannot take over a connection", error=str(error))
             return

@@ -60,13 +60,15 @@ class PullConnections:
         target = PartSequence([writable_address_of(part) for part in parts], [part.nbytes for part in parts])
         request = transfer_pb2.PullRequest(session=self.session, lease_id=lease_id, items=items)
         with self._connection(deadline) as connection:
-            connection.send([frames.pack_call(frames.PULL, request.SerializeToString())])
+            number = frames.next_call_number()
+            connection.send([frames.pack_call(number, frames.PULL, request.SerializeToString())])
             received = 0
             while True:
                 head = connection.read(frames.HEAD_BYTES)
                 if frames.unpack_head(head)[1] is not frames.FrameKind.DATA:
                     break
                 data = frames.unpack_data_head(head + connection.read(frames.DATA_HEAD_BYTES - frames.HEAD_BYTES))
+                frames.check_number(data.number, number)
                 if data.offset != received or data.nbytes > target.total_bytes - received:
                     raise WrongBytesError("the server sent other bytes than those of the requested parts")
                 pieces = list(target.locate(data.offset, data.nbytes))
@@ -75,7 +77,7 @@ class PullConnections:
                 if checksum_on(connection, views) != data.xxh3_64:
                     raise WrongBytesError("a frame arrived damaged")
                 received += data.nbytes
-            _read_answer(connection, head)
+            _read_answer(connection, number, head)
         if received != target.total_bytes:
             raise WrongBytesError(f"the server sent {received} of {target.total_bytes} bytes")
 
@@ -130,19 +132,21 @@ class PullConnections:
                 secure.handshake()
             connection.set_deadline(seconds)
             ref, token = self.session, self.credentials.socket_token()
-            connection.send([frames.pack_hello(frames.Purpose.STREAMS, ref.session_id, ref.epoch, token)])
-            _read_answer(connection, connection.read(frames.HEAD_BYTES))
+            number = frames.next_call_number()
+            connection.send([frames.pack_hello(frames.Purpose.STREAMS, ref.session_id, ref.epoch, number, token)])
+            _read_answer(connection, number, connection.read(frames.HEAD_BYTES))
         except BaseException:
             sock.close()
             raise
         return connection
 
 
-def _read_answer(connection: Connection, head: bytes) -> None:
-    """Reads an answer whose message has no content. Raises PullRefusedError, ValueError."""
-    length, kind = frames.unpack_head(head)
+def _read_answer(connection: Connection, number: int, head: bytes) -> None:
+    """Reads an answer without content. Raises OSError, PullRefusedError, ValueError."""
+    length, kind, answered = frames.unpack_head(head)
     if kind is not frames.FrameKind.ANSWER or length > _MAX_REFUSAL_BYTES:
         raise ValueError("not an answer of the socket protocol")
+    frames.check_number(answered, number)
     code, message = frames.unpack_answer(connection.read(length))
     if code:
         try:

@@ -168,10 +168,11 @@ class AttachServer:
                 pid, _, _ = _credentials_of(connection)
                 with self._new_local.counting(f"{pid}", partial(_shut_down, connection)):
                     hello, data = await asyncio.wait_for(_receive_hello(connection), _HANDSHAKE_SECONDS)
-                await self._serve_local(connection, hello, data)
-            except Refused as error:
-                with suppress(OSError):
-                    connection.send(pack_error(status_of(error.reason, str(error))))
+                try:
+                    await self._serve_local(connection, hello, data)
+                except Refused as error:
+                    with suppress(OSError):
+                        connection.send(pack_error(hello.number, status_of(error.reason, str(error))))
             except (OSError, TimeoutError, ValueError) as error:
                 _log.warning("attach refused", error=str(error) or type(error).__name__)
 
@@ -193,7 +194,7 @@ class AttachServer:
         if not self._sessions.attach(hello.session_id, hello.epoch, number):
             raise Refused("UNKNOWN_SESSION", "the session has ended, or must not map the region")
         try:
-            answer = pack_region_answer(self._region.size_bytes)
+            answer = pack_region_answer(hello.number, self._region.size_bytes)
             socket.send_fds(connection, [answer], [self._region.fd])
             await _wait_for_end(connection)
         except OSError as error:
@@ -214,12 +215,12 @@ class AttachServer:
         try:
             caller = self._identify(hello, token, transport) if via_tcp else None
             opened_by = self._sessions.connect(hello.session_id, hello.epoch, disconnect, via_tcp=via_tcp)
-            transport.write(pack_answer(0))
-            await self._calls.serve(transport, hello.session_id, caller or opened_by)
+            transport.write(pack_answer(hello.number, 0))
+            await self._calls.serve(transport, hello, caller or opened_by)
         except Refused as error:
             name = self._sessions.name_of(hello.session_id)
             self._access.audit_log.record_refusal("hello", None, error.audit_reason, name)
-            transport.write(pack_error(status_of(error.reason, str(error))))
+            transport.write(pack_error(hello.number, status_of(error.reason, str(error))))
         finally:
             # Before `connection` is closed: the event loop must not watch a closed descriptor.
             transport.abort()

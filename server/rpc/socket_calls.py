@@ -19,7 +19,14 @@ import grpc
 from google.rpc import status_pb2
 
 from ...protos.error_reasons import status_of, status_within
-from ...protos.wire.socket_frames import HEAD_BYTES, FrameKind, pack_answer, pack_error, unpack_call, unpack_head
+from ...protos.wire.socket_frames import (
+    HEAD_BYTES,
+    Hello,
+    pack_answer,
+    pack_error,
+    unpack_call,
+    unpack_call_head,
+)
 from ..auth.roles import OWNER, Identity
 from ..telemetry.logs import get_logger
 from .interceptor import RefusalInterceptor
@@ -116,7 +123,7 @@ class SocketCallServer:
     def add_generic_rpc_handlers(self, _: object) -> None:
         """Does nothing: `add_registered_method_handlers` gets the same methods."""
 
-    def size_refusal(self, start: bytearray, length: int) -> bytes | None:
+    def size_refusal(self, number: int, start: bytearray, length: int) -> bytes | None:
         """Returns the answer to a request of `length` bytes that is too large; None if it is not.
 
         `start` begins with the name of the method. Calls without long lists have a small limit.
@@ -124,17 +131,18 @@ class SocketCallServer:
         if length > self.max_message_bytes:
             limit = f"{self.max_message_bytes} bytes, the limit that limits.max_message_bytes sets"
             text = f"the message has {length} bytes, which is larger than {limit}"
-            return _refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            return _refusal(number, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         if self._interceptor.bounds is None:
             return None
         most = self._interceptor.bounds.max_bytes(start[1 : 1 + start[0]].decode(errors="replace")) + _NAME_BYTES
         if length <= most:
             return None
-        return pack_error(status_of("INVALID_ARGUMENT", f"the request has {length} bytes; the limit is {most}"))
+        text = f"the request has {length} bytes; the limit is {most}"
+        return pack_error(number, status_of("INVALID_ARGUMENT", text))
 
-    async def serve(self, transport: asyncio.Transport, session_id: bytes, caller: Identity = OWNER) -> None:
+    async def serve(self, transport: asyncio.Transport, hello: Hello, caller: Identity = OWNER) -> None:
         """Serves a connection of a session until it ends, then closes it."""
-        served = _Connection(self, session_id, caller)
+        served = _Connection(self, hello, caller)
         transport.set_protocol(served)
         served.connection_made(transport)
         transport.resume_reading()
@@ -143,22 +151,22 @@ class SocketCallServer:
         finally:
             served.close()
 
-    async def call(self, name: bytes, message: bytes, caller: Identity = OWNER) -> tuple[bytes, float]:
+    async def call(self, number: int, name: bytes, message: bytes, caller: Identity = OWNER) -> tuple[bytes, float]:
         """Returns the answer, and for how many seconds no further call must be read."""
         handler = self._handlers.get(name)
         if handler is None:
-            return _refusal(grpc.StatusCode.UNIMPLEMENTED, "there is no such method"), 0.0
+            return _refusal(number, grpc.StatusCode.UNIMPLEMENTED, "there is no such method"), 0.0
         context = _CallContext(caller)
         try:
             answer = await handler.unary_unary(message, context)
         except _Aborted as aborted:
-            return pack_error(aborted.status), context.held_back
-        return pack_answer(0, handler.response_serializer(answer)), 0.0
+            return pack_error(number, aborted.status), context.held_back
+        return pack_answer(number, 0, handler.response_serializer(answer)), 0.0
 
 
-def _refusal(code: grpc.StatusCode, message: str) -> bytes:
+def _refusal(number: int, code: grpc.StatusCode, message: str) -> bytes:
     """Returns a packed answer with this status, for a call that no handler gets."""
-    return pack_error(status_pb2.Status(code=code.value[0], message=message))
+    return pack_error(number, status_pb2.Status(code=code.value[0], message=message))
 
 
 class _Aborted(grpc.aio.AbortError):  # type: ignore[misc]  # grpc has no types
@@ -188,13 +196,14 @@ class _CallContext:
 
 
 class _Connection(asyncio.BufferedProtocol):
-    def __init__(self, calls: SocketCallServer, session_id: bytes, caller: Identity) -> None:
+    def __init__(self, calls: SocketCallServer, hello: Hello, caller: Identity) -> None:
         self.ended = asyncio.get_running_loop().create_future()
         self._calls = calls
-        self._session_id = session_id
+        self._session_id = hello.session_id
+        self._last_call = hello.number
         self._caller = caller
         self._turns = calls.turns
-        self._account: Account = calls.turns.account_of(session_id) or calls.turns.account_without_session(
+        self._account: Account = calls.turns.account_of(hello.session_id) or calls.turns.account_without_session(
             caller.tenant
         )
         self._reading_at = 0.0
@@ -286,15 +295,13 @@ class _Connection(asyncio.BufferedProtocol):
             self._set_deadline(waiting=bool(self._oversized or self._received))
             return
         try:
-            length, kind = unpack_head(self._received)
-        except ValueError:
-            length, kind = 0, None
-        if kind is not FrameKind.CALL:
-            _log.warning("socket call refused", error="a frame is not a call")
+            length, number = unpack_call_head(self._received, self._last_call)
+        except (ValueError, ConnectionError) as error:
+            _log.warning("socket call refused", error=str(error))
             self.close()
             return
         end = HEAD_BYTES + length
-        if length > max(_SMALL_BYTES, self._reserved) and not self._admit(length):
+        if length > max(_SMALL_BYTES, self._reserved) and not self._admit(number, length):
             if self._oversized:
                 self._next()
             else:
@@ -303,7 +310,8 @@ class _Connection(asyncio.BufferedProtocol):
             body = bytes(memoryview(self._received)[HEAD_BYTES:end])
             del self._received[:end]
             self._set_deadline(waiting=False)
-            self._task = _run_eagerly(self._answer(body), partial(self._turns.run, self._account))
+            self._last_call = number
+            self._task = _run_eagerly(self._answer(number, body), partial(self._turns.run, self._account))
             if self._task is None:
                 self._called()
         else:
@@ -323,14 +331,15 @@ class _Connection(asyncio.BufferedProtocol):
         if not self._transport.is_closing():
             self._wait_for_turn()
 
-    def _admit(self, length: int) -> bool:
+    def _admit(self, number: int, length: int) -> bool:
         """Returns whether a large request may be received: it is not too large and has memory."""
         start = self._received[HEAD_BYTES : HEAD_BYTES + _NAME_BYTES]
         if length <= self._calls.max_message_bytes and not (start and len(start) > start[0]):
             return False  # the name of the method is incomplete
-        refusal = self._calls.size_refusal(start, length)
+        refusal = self._calls.size_refusal(number, start, length)
         if refusal is not None:
             self._size_refusal, self._oversized = refusal, HEAD_BYTES + length
+            self._last_call = number
             return False
         return self._reserve(length)
 
@@ -373,9 +382,9 @@ class _Connection(asyncio.BufferedProtocol):
         if not self._oversized:
             self._transport.write(self._size_refusal)
 
-    async def _answer(self, body: bytes) -> None:
+    async def _answer(self, number: int, body: bytes) -> None:
         try:
-            answer, self._held_back = await self._calls.call(*unpack_call(body), self._caller)
+            answer, self._held_back = await self._calls.call(number, *unpack_call(body), self._caller)
         except Exception as error:  # noqa: BLE001 - an error of one call must not end the server
             _log.warning("socket call refused", error=str(error), exc_info=None if type(error) is ValueError else error)
             self.close()

@@ -324,10 +324,15 @@ def _seeds_of_streams(way: Way) -> Iterator[bytes]:
 
 
 def _seeds_of_connections(way: Way, purpose: Purpose) -> Iterator[bytes]:
-    for fault in Fault:
-        raw = piece(frames.pack_hello(purpose, bytes(16), 1)) if fault is Fault.BYTES else b""
-        yield _script(sockets.hello(way, purpose, fault), raw)
     _, lookup = _block("grpc")
+    for choice in range(8):
+        crossed = byte(Frame.CROSSED) + byte(choice) + number(choice)
+        start = sockets.hello(way, purpose)
+        yield _script(start, _calls(lookup), crossed, _calls(lookup))
+        yield _script(start, byte(Frame.CALL), _PUSH, crossed, byte(Frame.END))
+    for fault in Fault:
+        raw = piece(frames.pack_hello(purpose, bytes(16), 1, 0)) if fault is Fault.BYTES else b""
+        yield _script(sockets.hello(way, purpose, fault), raw)
     start = sockets.hello(way, purpose)
     yield _script(sockets.hello(way, purpose, waits=False), _calls(lookup, _PULL))
     yield _script(start, _calls(_RELEASE, lookup), byte(Frame.BYTES) + piece(b"\xff" * 64))

@@ -92,7 +92,7 @@ class Parsers:
         hello = frames.unpack_hello(head)
         assert purpose is hello.purpose
         if hello.token_bytes == len(token):
-            assert frames.pack_hello(purpose, hello.session_id, hello.epoch, token) == data
+            assert frames.pack_hello(purpose, hello.session_id, hello.epoch, hello.number, token) == data
 
     @staticmethod
     def _head(data: bytes) -> None:
@@ -101,15 +101,15 @@ class Parsers:
 
     @staticmethod
     def _call(data: bytes) -> None:
-        packed = frames.pack_call(*frames.unpack_call(data))
+        packed = frames.pack_call(7, *frames.unpack_call(data))
         assert packed[frames.HEAD_BYTES :] == data
-        assert frames.unpack_head(packed) == (len(data), frames.FrameKind.CALL)
+        assert frames.unpack_head(packed) == (len(data), frames.FrameKind.CALL, 7)
 
     @staticmethod
     def _answer(data: bytes) -> None:
-        packed = frames.pack_answer(*frames.unpack_answer(data))
+        packed = frames.pack_answer(7, *frames.unpack_answer(data))
         assert packed[frames.HEAD_BYTES :] == data
-        assert frames.unpack_head(packed) == (len(data), frames.FrameKind.ANSWER)
+        assert frames.unpack_head(packed) == (len(data), frames.FrameKind.ANSWER, 7)
 
     @staticmethod
     def _data_head(data: bytes) -> None:
@@ -125,7 +125,7 @@ class Parsers:
 
     @staticmethod
     def _region_answer(data: bytes) -> None:
-        assert frames.pack_region_answer(frames.unpack_region_bytes(data))[frames.HEAD_BYTES + 1 :] == data
+        assert frames.pack_region_answer(7, frames.unpack_region_bytes(data))[frames.HEAD_BYTES + 1 :] == data
 
     @staticmethod
     def _child(data: bytes) -> None:
@@ -209,12 +209,12 @@ def seeds() -> Iterator[bytes]:
     tables = '[limits]\nmax_keys = 7\n[[tiers]]\ntype = "lmdb"\nsize = "1MiB"\n[tenants.a]\nquota = "5%"\n'
     config = f'region_size = "8MiB"\n{tables}'
     sound: list[bytes] = [
-        frames.pack_hello(frames.Purpose.CALLS, bytes(16), 1, "kvt_abc"),
-        frames.END,
-        frames.pack_call(b"a/b", b"c")[frames.HEAD_BYTES :],
-        frames.pack_answer(5, b"c")[frames.HEAD_BYTES :],
-        frames.pack_data_head(1, 2, 3),
-        frames.pack_region_answer(4096)[frames.HEAD_BYTES + 1 :],
+        frames.pack_hello(frames.Purpose.CALLS, bytes(16), 1, 2, "kvt_abc"),
+        frames.pack_end(7),
+        frames.pack_call(7, b"a/b", b"c")[frames.HEAD_BYTES :],
+        frames.pack_answer(7, 5, b"c")[frames.HEAD_BYTES :],
+        frames.pack_data_head(7, 1, 2, 3),
+        frames.pack_region_answer(7, 4096)[frames.HEAD_BYTES + 1 :],
         packed_keys.pack_offsets([1, 2]),
         byte(3) + b"onetwo",
         child_main.pack({"a": 1}, b"x"),

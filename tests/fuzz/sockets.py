@@ -45,6 +45,10 @@ class Way(enum.IntEnum):
     TLS = 2
 
 
+_FIRST_CALL = (1 << 64) - 2
+"""Number of a hello. The numbers of the calls wrap."""
+_LOOKUP = b"CacheService/Lookup"
+
 _WAYS = [*Way, Way.UNIX, Way.TCP, Way.UNIX, Way.TCP, Way.UNIX]
 """One in eight uses TLS, because a handshake takes long."""
 
@@ -76,6 +80,8 @@ class Frame(enum.IntEnum):
     """A head of any length and kind, without the rest."""
     OVERSIZED = 6
     """A call with a message of zeros, which may exceed the limit."""
+    CROSSED = 7
+    """A call, data or end with a number that does not fit, which ends the connection."""
 
 
 def hello(way: Way, purpose: Purpose, fault: Fault = Fault.NONE, *, waits: bool = True, reads: bool = True) -> bytes:
@@ -86,6 +92,10 @@ def hello(way: Way, purpose: Purpose, fault: Fault = Fault.NONE, *, waits: bool 
 def run(servers: Sequence[Served], methods: Sequence[Any], tape: Tape) -> None:
     """Runs a script against the server without TLS or the one with TLS. Raises Broken."""
     _Script(servers, methods, tape).run()
+
+
+def _name_of(method: Any) -> bytes:
+    return f"{method.containing_service.name}/{method.name}".encode()
 
 
 class _Script:
@@ -99,8 +109,9 @@ class _Script:
         self._fault = Fault(choice // 3 % 8 % 7)
         self._waits = not choice // 24 % 2
         self._reads = tape.byte() % 4 > 0
-        self._calls: deque[Any] = deque()
-        """Methods without an answer yet."""
+        self._calls: deque[tuple[int, Any]] = deque()
+        """Numbers and methods of the calls without an answer yet."""
+        self._last_call = _FIRST_CALL
         self._reason: str | None = None
         self._is_greeted = False
         self._in_push = self._is_damaged = False
@@ -140,9 +151,10 @@ class _Script:
             self._connection = secure = TlsConnection(sock, context, server_hostname="127.0.0.1")
             secure.set_deadline(_SECONDS)
             secure.handshake()
+        epoch = ref.epoch ^ (self._fault is Fault.EPOCH)
         session_id = bytes(16) if self._fault is Fault.SESSION else ref.session_id
         token = {Fault.TOKEN: "kvt_wrong", Fault.NO_TOKEN: ""}.get(self._fault, server.token)
-        self._send(frames.pack_hello(self._purpose, session_id, ref.epoch ^ (self._fault is Fault.EPOCH), token))
+        self._send(frames.pack_hello(self._purpose, session_id, epoch, _FIRST_CALL, token))
         if self._waits:
             self._check_greeting(self._read_frame())
 
@@ -167,23 +179,23 @@ class _Script:
             case Frame.CALL:
                 method, flags = self._methods[tape.byte() % len(self._methods)], tape.byte()
                 message = self._server.message(method, flags, tape.piece())
-                self._calls.append(method)
+                self._calls.append((self._next_number(), method))
                 self._is_damaged |= self._in_push
                 self._in_push = method.name == "Push" and self._purpose is Purpose.STREAMS
                 self._expect(not self._in_push)
-                self._send(frames.pack_call(f"{method.containing_service.name}/{method.name}".encode(), message))
+                self._send(frames.pack_call(self._last_call, _name_of(method), message))
             case Frame.DATA:
                 offset, fault, payload = tape.number(), tape.byte(), tape.piece()
                 wrong = [fault >> bit & 1 for bit in range(4)]  # of head, checksum, length, offset
                 self._is_damaged |= self._in_push and any(wrong[:3])
                 checksum = self._checksum(payload) ^ wrong[1]
-                head = bytearray(frames.pack_data_head(offset << 47 * wrong[3], len(payload) + wrong[2], checksum))
+                head = bytearray(self._data_head(offset << 47 * wrong[3], len(payload) + wrong[2], checksum))
                 head[offset % len(head)] ^= wrong[0]
                 self._send(head + payload)
             case Frame.END:
                 self._expect(self._in_push)
                 self._in_push = False
-                self._send(frames.END)
+                self._send(frames.pack_end(self._last_call))
             case Frame.READ:
                 # With TLS other records may be readable, and an answer does not follow.
                 is_silent = self._way is Way.TLS or not self._calls
@@ -194,13 +206,36 @@ class _Script:
                 self._send(tape.piece())
             case Frame.HEAD:
                 self._expect(math.inf)
-                self._send(struct.pack("<IB", tape.number() << 8 * (tape.byte() % 3), tape.byte()))
+                self._send(
+                    struct.pack("<IBQ", tape.number() << 8 * (tape.byte() % 3), tape.byte(), self._next_number())
+                )
             case Frame.OVERSIZED:
                 self._expect(math.inf)
                 self._connection.set_deadline(1.0)  # the server does not read while it sends a Pull
                 with contextlib.suppress(BlockingIOError):
-                    self._send(frames.pack_call(b"CacheService/Lookup", bytes(tape.number() << 6)))
+                    self._send(frames.pack_call(self._next_number(), _LOOKUP, bytes(tape.number() << 6)))
                 self._connection.set_deadline(_SECONDS)
+            case Frame.CROSSED:
+                self._send(self._crossed(tape.byte(), tape.number()))
+                self._is_damaged = True
+
+    def _next_number(self) -> int:
+        self._last_call = (self._last_call + 1) % (1 << 64)
+        return self._last_call
+
+    def _data_head(self, offset: int, nbytes: int, checksum: int) -> bytes:
+        return frames.pack_data_head(self._last_call, offset, nbytes, checksum)
+
+    def _crossed(self, choice: int, distance: int) -> bytes:
+        """Returns a frame of another call: that of another process, a repeated or an older one."""
+        steps = [(1 + distance) << 32, -(1 + distance) << 32, 0, -1 - distance]
+        number = (self._last_call + steps[choice % 4]) % (1 << 64)
+        if not self._in_push:
+            return frames.pack_call(number, _LOOKUP, b"")
+        number ^= number == self._last_call
+        if choice % 8 < 4:
+            return frames.pack_data_head(number, 0, 1, self._checksum(b"x")) + b"x"
+        return frames.pack_end(number)
 
     def _expect(self, oks: float) -> None:
         """Adds calls that may succeed, unless the server has got a damaged frame."""
@@ -220,12 +255,14 @@ class _Script:
             if head[4] == FrameKind.DATA:
                 head += self._connection.read(frames.DATA_HEAD_BYTES - HEAD_BYTES)
                 data = frames.unpack_data_head(head)
+                self._check_number(data.number)
                 if self._checksum(self._connection.read(data.nbytes)) != data.xxh3_64:
                     raise Broken("a Pull sends wrong bytes")
                 return -1
-            length, kind = frames.unpack_head(head)
+            length, kind, number = frames.unpack_head(head)
             if kind is not FrameKind.ANSWER or length > _LARGEST_ANSWER:
                 raise Broken(f"the server sends a frame of kind {kind.name} with {length} bytes")
+            self._check_number(number)
             return self._check_answer(*frames.unpack_answer(self._connection.read(length)))
         except BlockingIOError:
             raise Broken(f"{self._way.name} {self._purpose.name}: no answer, and not closed") from None
@@ -234,12 +271,20 @@ class _Script:
         except (ValueError, DecodeError) as error:
             raise Broken(f"the server sends wrong frames: {error}") from error
 
+    def _check_number(self, number: int) -> None:
+        """Checks the number in a frame of the server, unless arbitrary bytes were sent before."""
+        if self._most_oks == math.inf:
+            return
+        expected = _FIRST_CALL if not self._is_greeted else self._calls[0][0] if self._calls else None
+        if number != expected:
+            raise Broken(f"the server sends a frame of call {number} instead of {expected}")
+
     def _check_answer(self, code: int, message: bytes) -> int:
         if not self._is_greeted:
             self._is_greeted = True
             method = None
         else:
-            method = self._calls.popleft() if self._calls else None
+            method = self._calls.popleft()[1] if self._calls else None
             self._oks += code == 0
         if self._oks > self._most_oks:
             raise Broken("a damaged Push is answered with OK")

@@ -19,13 +19,13 @@ from kvtier.client.transport.grpc_methods import LOCATE, path_of, serialize
 from kvtier.protos.v1 import cache_pb2, common_pb2, transfer_pb2
 from kvtier.protos.wire.socket_frames import (
     CALLS_PROTOCOL,
-    END,
     PULL,
     PUSH,
     STREAMS_PROTOCOL,
     Purpose,
     pack_call,
     pack_data_head,
+    pack_end,
 )
 
 from .auth_site import Site, make_site
@@ -169,17 +169,20 @@ def prepare(session: RawSession, keys: list[bytes]) -> int:
     return store_id
 
 
-def push_call(store_id: int, *frames: bytes, complete: bool = False) -> bytes:
-    """The frames of a whole Push if `frames` are given; otherwise its first frame."""
+def push_call(store_id: int, *frames: bytes, complete: bool = False, number: int = 1) -> bytes:
+    """The frames of a whole Push if `frames` are given; otherwise its first frame.
+
+    `number`: number of the call. The default is that of the first call of a `RawSocket`.
+    """
     request = transfer_pb2.PushRequest(store_id=store_id, complete=complete).SerializeToString()
-    return b"".join((pack_call(PUSH, request), *frames, END if frames else b""))
+    return b"".join((pack_call(number, PUSH, request), *frames, pack_end(number) if frames else b""))
 
 
-def pull_call(lease_id: int, items: Iterable[int]) -> bytes:
+def pull_call(lease_id: int, items: Iterable[int], number: int = 1) -> bytes:
     """The first frame of a Pull."""
-    return pack_call(PULL, transfer_pb2.PullRequest(lease_id=lease_id, items=items).SerializeToString())
+    return pack_call(number, PULL, transfer_pb2.PullRequest(lease_id=lease_id, items=items).SerializeToString())
 
 
-def data_frame(data: bytes, offset: int = 0, checksum: int | None = None) -> bytes:
+def data_frame(data: bytes, offset: int = 0, checksum: int | None = None, number: int = 1) -> bytes:
     checksum = xxhash.xxh3_64_intdigest(data) if checksum is None else checksum
-    return pack_data_head(offset, len(data), checksum) + data
+    return pack_data_head(number, offset, len(data), checksum) + data

@@ -107,7 +107,8 @@ def refusal_of(error: grpc.RpcError) -> tuple[str, str | None]:
 
 
 def hello_of(ref: common_pb2.SessionRef, purpose: frames.Purpose, token: str = "") -> bytes:
-    return frames.pack_hello(purpose, ref.session_id, ref.epoch, token)
+    """A hello with the call number 0."""
+    return frames.pack_hello(purpose, ref.session_id, ref.epoch, 0, token)
 
 
 def attach_reply(path: str, ref: common_pb2.SessionRef) -> int | None:
@@ -133,11 +134,18 @@ def connected_socket(address: str | tuple[str, int]) -> socket.socket:
 
 
 class RawSocket:
-    """A connection of the socket protocol that has sent some first bytes, usually a hello."""
+    """A connection of the socket protocol that has sent some first bytes, usually a hello.
+
+    Its calls have the numbers 1, 2, 3, ….
+    """
 
     def __init__(
         self, address: str | tuple[str, int], first: bytes = b"", context: ssl.SSLContext | None = None
     ) -> None:
+        self.calls = 0
+        """Number of the last call."""
+        self.answers = 0
+        """Number of the next answer."""
         self.socket = connected_socket(address)
         try:
             if context is not None:
@@ -161,9 +169,10 @@ class RawSocket:
         return bytes(data)
 
     def answer(self) -> tuple[int, bytes]:
-        """Reads an answer; returns its status code and message."""
-        length, kind = frames.unpack_head(self.read(frames.HEAD_BYTES))
-        assert kind is frames.FrameKind.ANSWER
+        """Reads the next answer, first that to the hello; returns its status code and message."""
+        length, kind, number = frames.unpack_head(self.read(frames.HEAD_BYTES))
+        assert (kind, number) == (frames.FrameKind.ANSWER, self.answers)
+        self.answers += 1
         return frames.unpack_answer(self.read(length))
 
     def refusal(self) -> tuple[str, str | None]:
@@ -172,8 +181,13 @@ class RawSocket:
         assert code, "the answer has no error"
         return frames.STATUS_OF_CODE[code].name, reason_within(status_pb2.Status.FromString(message))
 
+    def next_call(self, name: bytes, message: bytes) -> bytes:
+        """Returns the frame of the next call."""
+        self.calls += 1
+        return frames.pack_call(self.calls, name, message)
+
     def send_call(self, name: str, message: Message) -> None:
-        self.send(frames.pack_call(name.encode(), message.SerializeToString()))
+        self.send(self.next_call(name.encode(), message.SerializeToString()))
 
     def call(self, name: str, message: Message) -> tuple[int, bytes]:
         """Makes a call; returns status code and message of the answer."""

@@ -22,7 +22,7 @@ from harness.raw import RawSession, RawSocket, hello_of
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.protos.v1 import cache_pb2, conversation_pb2, handoff_pb2
-from kvtier.protos.wire.socket_frames import HEAD_BYTES, Purpose, pack_call, unpack_head
+from kvtier.protos.wire.socket_frames import HEAD_BYTES, Purpose, unpack_head
 
 CONNECTIONS = 60
 CALLS = 1500
@@ -37,7 +37,8 @@ class Flood:
     """A thread that sends a request again on each connection after its answer."""
 
     connections: list[RawSocket]
-    request: bytes
+    name: str
+    message: bytes
     answers: int = 0
     is_ended: bool = False
     thread: threading.Thread = field(init=False)
@@ -47,7 +48,7 @@ class Flood:
         missing = dict.fromkeys(self.connections, 0)
         for connection in self.connections:
             selector.register(connection.socket, selectors.EVENT_READ, connection)
-            connection.send(self.request)
+            self._send(connection)
         while not self.is_ended:
             for key, _ in selector.select(0.1):
                 connection, data = key.data, key.data.socket.recv(1 << 20)
@@ -59,7 +60,10 @@ class Flood:
                     data = data[taken:]
                     if not missing[connection]:
                         self.answers += 1
-                        connection.send(self.request)
+                        self._send(connection)
+
+    def _send(self, connection: RawSocket) -> None:
+        connection.send(connection.next_call(self.name.encode(), self.message))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Flood]:
@@ -91,7 +95,7 @@ class Tenants:
     def flood(self, session: RawSession, name: str, request: Message | bytes) -> Flood:
         message = request if isinstance(request, bytes) else request.SerializeToString()
         connections = [self.connect(session) for _ in range(CONNECTIONS)]
-        return Flood(connections, pack_call(name.encode(), message))
+        return Flood(connections, name, message)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +125,8 @@ def test_another_tenants_waiting_calls_get_half_of_the_turns(tenants: Tenants) -
     abuser, honest = tenants.session("abuser"), tenants.session("honest")
     with tenants.connect(honest) as connection, tenants.flood(abuser, LOOKUP, lookup_of(abuser)).running() as flood:
         before = flood.answers
-        connection.send(pack_call(LOOKUP.encode(), lookup_of(honest).SerializeToString()) * CALLS)
+        message = lookup_of(honest).SerializeToString()
+        connection.send(*(connection.next_call(LOOKUP.encode(), message) for _ in range(CALLS)))
         for _ in range(CALLS):
             assert connection.answer()[0] == 0
         assert flood.answers - before < 10 * CALLS
@@ -170,9 +175,10 @@ def test_a_refused_connection_is_not_read_until_it_may_retry(tenants: Tenants) -
     """A connection gets at most one refusal per 1/20 s, and a release is served after that."""
     session = tenants.session("limited")
     with tenants.connect(session) as connection:
-        call = pack_call(LOOKUP.encode(), lookup_of(session).SerializeToString())
+        message = lookup_of(session).SerializeToString()
+        calls = [connection.next_call(LOOKUP.encode(), message) for _ in range(400)]
         begun = time.monotonic()
-        connection.send(call * 400)
+        connection.send(*calls)
         refused = sum(connection.answer()[0] != 0 for _ in itertools.repeat(None, 260))
         # 200 calls of the burst, then one call per interval: all others are refused.
         assert 10 <= refused <= (time.monotonic() - begun) * RATE + 5

@@ -119,7 +119,7 @@ def cut_off(number: int) -> bytes:
 
 def hellos(number: int) -> bytes:
     """Hellos of unknown sessions, and bytes that are not a hello."""
-    return pack_hello(Purpose(1 + number % 3), number.to_bytes(16, "big"), number) if number % 2 else garbage(number)
+    return pack_hello(Purpose(1 + number % 3), number.to_bytes(16, "big"), number, 0) if number % 2 else garbage(number)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -30,7 +30,7 @@ from kvtier.protos.v1 import (
     transfer_pb2,
 )
 from kvtier.protos.wire.packed_keys import unpack_keys
-from kvtier.protos.wire.socket_frames import END, Purpose
+from kvtier.protos.wire.socket_frames import Purpose, pack_end
 
 DELETE = ConversationAction.DELETE
 
@@ -225,7 +225,7 @@ class TestIds:
                     with tls_route(site).open(acme, Purpose.CALLS) as connection:
                         connection.send_call("CacheService/CompleteStore", request)
                         assert connection.refusal() == ("NOT_FOUND", "STORE_NOT_FOUND")
-                stream.send(frame[PART // 2 :], END)
+                stream.send(frame[PART // 2 :], pack_end(1))
                 code, message = stream.answer()
                 assert code == 0
                 assert transfer_pb2.PushResponse.FromString(message).received_bytes > len(data)

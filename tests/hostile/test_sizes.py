@@ -61,7 +61,7 @@ def test_lists_of_slots_are_small_beside_the_slots(site: Site, ranks: int) -> No
         assert own_bytes(site.server.pid) < before + GROWTH
 
 
-@pytest.mark.parametrize("hello", [b"garbage!" * 8, pack_hello(Purpose.REGION, bytes(16), 1)[:5]])
+@pytest.mark.parametrize("hello", [b"garbage!" * 8, pack_hello(Purpose.REGION, bytes(16), 1, 0)[:5]])
 def test_refused_peers_write_few_lines(site: Site, hello: bytes) -> None:
     """A peer without credentials opens connections to the Unix socket and sends no hello."""
     before = len(site.server.log.splitlines())

@@ -74,7 +74,7 @@ def test_connections_of_a_tenant_give_way(site: Site, attacker: Route, session: 
         for connection in open_many(attacker, session, opened):
             with contextlib.suppress(OSError):
                 if kind == "push":
-                    connection.send(push_call(store_id), pack_data_head(0, PART, 0), b"x")
+                    connection.send(push_call(store_id), pack_data_head(1, 0, PART, 0), b"x")
                 elif kind == "pull":
                     connection.send(pull_call(lease_id, [0] * 1024))
         assert_streams(site, f"beside {kind}")
@@ -97,7 +97,7 @@ def test_stalled_streams_end_no_stream_of_others(site: Site, attacker: Route, se
                     for _ in range(8):
                         connection = opened.enter_context(attacker.open(session))
                         stores.append(prepare(session, next(keys)))
-                        connection.send(push_call(stores[-1]), pack_data_head(0, PART, 0), bytes(PART // 2))
+                        connection.send(push_call(stores[-1]), pack_data_head(1, 0, PART, 0), bytes(PART // 2))
                     for store_id in stores:
                         request = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
                         session.cache.CompleteStore(request, timeout=60)
@@ -122,7 +122,7 @@ def test_a_cancelled_end_of_a_store_leaves_no_exception(site: Site, attacker: Ro
     for number in range(10):
         with attacker.open(session) as connection:
             store_id = prepare(session, fresh(f"cancelled {number}", 1))
-            connection.send(push_call(store_id), pack_data_head(0, PART, 0), bytes(PART // 2))
+            connection.send(push_call(store_id), pack_data_head(1, 0, PART, 0), bytes(PART // 2))
             request = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
             call = session.cache.CompleteStore.future(request, timeout=60)
             call.cancel()

@@ -38,6 +38,12 @@ class Streams(SocketStreams):
         self.session = ClientSession(REF, session_pb2.CapabilitiesResponse(), None, "")
         self.memory = (ctypes.c_char * 4)()
 
+    def call(self) -> int:
+        """The peer reads a call; returns its number."""
+        length, _, number = frames.unpack_head(self.peer.read(frames.HEAD_BYTES))
+        self.peer.read(length)
+        return number
+
     def load(self, timeout: float) -> Pull:
         sink = PartReceiver([ctypes.addressof(self.memory)], [4])
         return Pull(self.session, transfer_pb2.PullRequest(session=REF), sink, timeout)
@@ -59,20 +65,23 @@ def executor(streams: Streams) -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.mark.parametrize("sent", [b"good", b"evil"])
-def test_a_damaged_frame_is_refused(streams: Streams, sent: bytes) -> None:
+def test_a_damaged_frame_is_refused(streams: Streams, executor: ThreadPoolExecutor, sent: bytes) -> None:
     """The bytes are received in place; the checksum of the frame is of other bytes."""
     effect = streams.load(SOON)
 
-    def answer(_: object) -> None:
-        head = frames.pack_data_head(0, 4, checksum([memoryview(b"good")]))
-        end = frames.pack_answer(0, transfer_pb2.PullResponse().SerializeToString())
+    def answer() -> None:
+        number = streams.call()
+        head = frames.pack_data_head(number, 0, 4, checksum([memoryview(b"good")]))
+        end = frames.pack_answer(number, 0, transfer_pb2.PullResponse().SerializeToString())
         streams.peer.send([head, sent, end])
 
+    answered = executor.submit(answer)
     if sent == b"good":
-        streams.pull(effect, answer)
+        streams.pull(effect)
     else:
         with pytest.raises(ChecksumMismatch):
-            streams.pull(effect, answer)
+            streams.pull(effect)
+    answered.result(SOON)
     effect.sink.end_stream()
     assert effect.sink.missing == ([] if sent == b"good" else [0])
 

@@ -19,7 +19,7 @@ from harness.raw import RawSession, RawSocket, hello_of, refusal_of
 from prometheus_client import CollectorRegistry
 
 from kvtier.protos.v1 import cache_pb2
-from kvtier.protos.wire.socket_frames import Purpose, pack_call
+from kvtier.protos.wire.socket_frames import Purpose
 from kvtier.server.rpc import socket_calls
 from kvtier.server.telemetry import http
 from kvtier.server.telemetry.http import MetricsServer
@@ -92,15 +92,12 @@ def test_an_incomplete_local_call_is_closed(tmp_path: Path, monkeypatch: pytest.
     with site.server.start(), RawSession(site.server.endpoint, namespace_of(PART), engine_id="raw") as session:
         path = f"{site.server.path}.shm"
         halves = []
-        whole = pack_call(
-            b"CacheService/Lookup", cache_pb2.LookupRequest(session=session.ref, keys=KEYS).SerializeToString()
-        )
-        for cut in (1, 5, len(whole) - 1):
+        request = cache_pb2.LookupRequest(session=session.ref, keys=KEYS)
+        for cut in (1, 5, -1):
             half = RawSocket(path, hello_of(session.ref, Purpose.CALLS))
             assert half.answer()[0] == 0
-            half.send(whole)
-            assert half.answer()[0] == 0
-            half.send(whole[:cut])
+            assert half.call("CacheService/Lookup", request)[0] == 0
+            half.send(half.next_call(b"CacheService/Lookup", request.SerializeToString())[:cut])
             halves.append(half)
         began = time.monotonic()
         for half in halves:

@@ -85,11 +85,11 @@ def client_hello(protocol: str) -> bytes:
 @pytest.mark.parametrize(
     "first",
     [
-        b"KVT1" + bytes(HELLO_BYTES),
-        b"KVT3\2" + bytes(HELLO_BYTES),
-        b"KVT2\7" + bytes(HELLO_BYTES),
-        b"KVT2\2" + bytes(24) + b"\xff\xff" + bytes(1000),
-        b"KVT2\3" + bytes(24) + b"\xff\xff" + bytes(1000),
+        b"KVT2" + bytes(HELLO_BYTES),
+        b"KVT4\2" + bytes(HELLO_BYTES),
+        b"KVT3\7" + bytes(HELLO_BYTES),
+        b"KVT3\2" + bytes(32) + b"\xff\xff" + bytes(1000),
+        b"KVT3\3" + bytes(32) + b"\xff\xff" + bytes(1000),
         b"GET / HTTP/1.1\r\n\r\n" + bytes(HELLO_BYTES),
         b"\x16\x03\x01\x00\x20" + bytes(100),
     ],
@@ -243,7 +243,7 @@ def is_closed(connection: RawSocket, seconds: float = 60.0) -> bool:
 def test_connections_without_a_hello_are_closed(route: Route, session: RawSession) -> None:
     """The server closes them after five seconds and serves its clients meanwhile."""
     address = route.address(session)
-    firsts = [b"", b"KVT2", b"KVT2\2", b"KVT2\3\0", b"\x16\x03\x01", b"\x16\x03\x01\xff\xff" + bytes(60_000)]
+    firsts = [b"", b"KVT3", b"KVT3\2", b"KVT3\3\0", b"\x16\x03\x01", b"\x16\x03\x01\xff\xff" + bytes(60_000)]
     firsts += map(client_hello, (CALLS_PROTOCOL, STREAMS_PROTOCOL))
     began = time.monotonic()
     silent = [RawSocket(address, first) for first in firsts for _ in range(3)]
@@ -262,7 +262,7 @@ def test_connections_without_a_hello_are_closed(route: Route, session: RawSessio
 def test_new_connections_are_limited_per_address(route: Route, session: RawSession, purpose: Purpose) -> None:
     """Of forty clients without a hello the oldest eight are closed at once; accepted ones go on."""
     address = route.address(session)
-    first = client_hello(f"kvtier-{purpose.name.lower()}/2") if route.name == "tls" else b"KVT2" + bytes([purpose])
+    first = client_hello(f"kvtier-{purpose.name.lower()}/3") if route.name == "tls" else b"KVT3" + bytes([purpose])
     with route.client(NAMESPACE) as client, contextlib.ExitStack() as opened:
         wait_for_bulk(client)
         began = time.monotonic()
@@ -290,8 +290,8 @@ def test_unproven_clients_fill_no_memory(route: Route, session: RawSession) -> N
     firsts = [
         b"\x16\x03\x01\xff\xff",
         b"\x16\x03\x01\x40\x00\x01\x00\xff\xff",
-        b"KVT2\2",
-        b"KVT2\3",
+        b"KVT3\2",
+        b"KVT3\3",
         client_hello(CALLS_PROTOCOL),
     ]
     with contextlib.ExitStack() as opened:

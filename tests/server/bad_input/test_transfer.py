@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -125,12 +126,12 @@ def test_bad_messages_of_a_push_are_refused(world: World, case: str) -> None:
 
 
 FRAMES: dict[str, tuple[Callable[[World], list[bytes]], Outcome]] = {
-    "longer than the store": (lambda w: [push_call(w.store()), pack_data_head(0, 2**31, 0)], WRONG_SIZE),
+    "longer than the store": (lambda w: [push_call(w.store()), pack_data_head(1, 0, 2**31, 0)], WRONG_SIZE),
     "damaged head": (lambda w: [push_call(w.store()), b"\x40", data_frame(bytes(100))[1:]], DAMAGED),
-    "a call between frames": (lambda w: [push_call(w.store()), push_call(1), bytes(100)], DAMAGED),
-    "no message": (lambda _: [pack_call(PUSH, b"\xff" * 9)], INVALID),
-    "no store": (lambda _: [pack_call(PUSH, b"")], NO_STORE),
-    "no such method": (lambda _: [pack_call(b"CacheService/Lookup", b"")], ("UNIMPLEMENTED", None)),
+    "a call between frames": (lambda w: [push_call(w.store()), push_call(1, number=2), bytes(100)], DAMAGED),
+    "no message": (lambda _: [pack_call(1, PUSH, b"\xff" * 9)], INVALID),
+    "no store": (lambda _: [pack_call(1, PUSH, b"")], NO_STORE),
+    "no such method": (lambda _: [pack_call(1, b"CacheService/Lookup", b"")], ("UNIMPLEMENTED", None)),
 }
 
 
@@ -142,7 +143,11 @@ def test_bad_frames_of_a_push_are_refused(world: World, case: str) -> None:
 
 @pytest.mark.parametrize(
     "noise",
-    [b"\0" * 9, b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff\1", b"\1\0\0\0\2\0", b"\0\0\0\0\4", b"\1\0\0\0\1\7"],
+    [
+        bytes(17),
+        b"GET / HTTP/1.1\r\n\r\n",
+        *(struct.pack("<IBQ", length, kind, 1) + b"\7" for length, kind in ((2**32 - 1, 1), (1, 2), (0, 4), (1, 1))),
+    ],
 )
 def test_frames_that_are_no_call_end_the_connection(world: World, noise: bytes) -> None:
     """The process closes the connection and continues."""

@@ -189,12 +189,12 @@ def test_a_push_writes_nothing_to_an_ended_store(server: Server, broker: BrokerC
     server.answer = answer
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(data_frame(b"data") + frames.END)
+        theirs.sendall(data_frame(b"data") + frames.pack_end(1))
         if ended:
             with pytest.raises(Refused, match="the store has ended"):
-                streams._push(Connection(ours), stream, request)
+                streams._push(Connection(ours), stream, 1, request)
         else:
-            assert streams._push(Connection(ours), stream, request)
+            assert streams._push(Connection(ours), stream, 1, request)
     assert bytes(region.memory) == (bytes(4) if ended else b"data")
 
 
@@ -216,6 +216,6 @@ def test_a_pull_reads_nothing_of_an_ended_lease(server: Server, broker: BrokerCl
     with ours, theirs:
         request = transfer_pb2.PullRequest(lease_id=1, items=[0]).SerializeToString()
         with pytest.raises(Refused, match="the lease has ended") if ended else contextlib.nullcontext():
-            streams._pull(Connection(ours), stream, request)
+            streams._pull(Connection(ours), stream, 1, request)
         ours.shutdown(socket.SHUT_WR)
         assert (b"data" in theirs.recv(1024)) is not ended

@@ -316,7 +316,7 @@ def test_a_slow_writer_keeps_its_store(tmp_path: Path) -> None:
         connection.send(push_call(store_id))
         for offset, _ in zip(range(0, PART, PART // 16), polls(interval=0.25), strict=False):
             connection.send(data_frame(bytes(PART // 16), offset))
-        connection.send(frames.END)
+        connection.send(frames.pack_end(1))
         assert transfer_pb2.PushResponse.FromString(connection.answer()[1]).received_bytes == PART
         complete = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id)
         session.cache.CompleteStore(complete, timeout=TIMEOUT)
@@ -469,7 +469,7 @@ def test_a_slow_request_is_closed(address: tuple[str, int]) -> None:
     """An incomplete request occupies a thread briefly, even if some bytes arrive regularly."""
     with RawSocket(address, HELLO) as connection:
         assert connection.answer() == (0, b"")
-        connection.send(frames.pack_call(frames.PUSH, bytes(1000))[:20])
+        connection.send(frames.pack_call(1, frames.PUSH, bytes(1000))[:20])
         with pytest.raises(ConnectionError):  # noqa: PT012 - one of many sends
             for _ in polls(TIMEOUT, 0.1):
                 connection.send(b"x")
@@ -519,9 +519,11 @@ def test_slow_bytes_do_not_extend_the_deadline() -> None:
         def serve() -> None:
             connection, _ = listener.accept()
             with connection, contextlib.suppress(OSError):
-                connection.sendall(frames.pack_answer(0))
+                hello = frames.unpack_hello(connection.recv(frames.HELLO_BYTES, socket.MSG_WAITALL))
+                connection.sendall(frames.pack_answer(hello.number, 0))
+                head = connection.recv(frames.HEAD_BYTES, socket.MSG_WAITALL)
                 while not ended.wait(0.1):
-                    connection.sendall(data_frame(b"x"))
+                    connection.sendall(data_frame(b"x", number=frames.unpack_head(head)[2]))
 
         thread = threading.Thread(target=serve)
         thread.start()

@@ -68,9 +68,9 @@ def connection(route: Route, session: RawSession) -> Iterator[RawSocket]:
         yield connection
 
 
-def frame_of(connection: RawSocket, data: bytes, offset: int = 0) -> bytes:
+def frame_of(connection: RawSocket, data: bytes, offset: int = 0, number: int = 1) -> bytes:
     """Returns a data frame; over TLS without a checksum."""
-    return data_frame(data, offset, 0 if isinstance(connection.socket, ssl.SSLSocket) else None)
+    return data_frame(data, offset, 0 if isinstance(connection.socket, ssl.SSLSocket) else None, number)
 
 
 def begin_push(session: RawSession, connection: RawSocket, keys: list[bytes]) -> int:
@@ -178,8 +178,9 @@ def test_the_status_shows_the_last_used_route(route: Route, session: RawSession,
         mine = (one for one in route.server.status().sessions if one.engine_id == session.request.engine_id)
         return next(mine).transport
 
-    for _ in range(2):
-        connection.send(push_call(prepare(session, [next(keys)]), frame_of(connection, BLOCK)))
+    for number in (1, 2):
+        push = push_call(prepare(session, [next(keys)]), frame_of(connection, BLOCK, number=number), number=number)
+        connection.send(push)
         assert connection.answer()[0] == 0
         assert shown() == "tcp"
         checksum = xxhash.xxh3_64_intdigest(BLOCK)
@@ -253,6 +254,30 @@ def test_repeated_bytes_do_not_complete_a_store(session: RawSession, connection:
     answer = transfer_pb2.PushResponse.FromString(message)
     assert (code, answer.received_bytes, answer.completed) == (0, 2 * PART, False)
     complete(session, store_id, abort=True)
+
+
+@pytest.mark.parametrize("frame", ["data", "end"])
+def test_a_frame_of_another_call_ends_a_push(session: RawSession, connection: RawSocket, frame: str) -> None:
+    """Its bytes reach no slot, and the store is not completed."""
+    store_id = prepare(session, fresh(f"crossed {frame}", 2))
+    connection.send(push_call(store_id, complete=True), frame_of(connection, BLOCK))
+    wait_until(lambda: locate(session, store_id).received_bytes == PART)
+    crossed = frame_of(connection, BLOCK, PART, number=2) if frame == "data" else frames.pack_end(2)
+    with contextlib.suppress(OSError):
+        connection.send(crossed)
+    assert connection.is_ended()
+    assert locate(session, store_id).received_bytes == PART
+    complete(session, store_id, abort=True)
+
+
+@pytest.mark.parametrize("number", [1, 0, 1 + (1 << 32), 1 - (1 << 32)])
+def test_a_call_of_another_process_ends_the_connection(session: RawSession, connection: RawSocket, number: int) -> None:
+    """Also a repeated call. The server begins no Push and no Pull."""
+    store_id = prepare(session, fresh(f"crossed call {number}", 1))
+    connection.send(push_call(store_id, frame_of(connection, BLOCK), complete=True))
+    assert connection.answer()[0] == 0
+    connection.send(pull_call(1, [0], number % (1 << 64)))
+    assert connection.is_ended()
 
 
 def test_slow_readers_need_little_memory(route: Route, session: RawSession) -> None:

@@ -21,12 +21,19 @@ from kvtier.server.peers.pull import PullConnections, PullRefusedError, WrongByt
 PART = 4096
 BYTES = [memoryview(payload(b"%d" % number, PART)) for number in range(3)]
 SEQUENCE = memoryview(b"".join(BYTES))
-ANSWER = frames.pack_answer(0)
+CALL = 7
+"""Number of all calls and hellos."""
+ANSWER = frames.pack_answer(CALL, 0)
 
 
-def _frame(offset: int, nbytes: int, *, damaged: bool = False) -> bytes:
+@pytest.fixture(autouse=True)
+def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "next_call_number", lambda: CALL)
+
+
+def _frame(offset: int, nbytes: int, *, damaged: bool = False, number: int = CALL) -> bytes:
     piece = SEQUENCE[offset : offset + nbytes]
-    return frames.pack_data_head(offset, nbytes, checksum([piece]) ^ damaged) + bytes(piece)
+    return frames.pack_data_head(number, offset, nbytes, checksum([piece]) ^ damaged) + bytes(piece)
 
 
 @contextlib.contextmanager
@@ -77,10 +84,23 @@ def test_a_pull_fills_the_parts() -> None:
         ([_frame(0, 12288), _frame(0, 12288), ANSWER], WrongBytesError),
         ([_frame(0, 12288)[:100]], OSError),
         ([b"HTTP/1.1 400 Bad Request\r\n\r\n"], ValueError),
-        ([frames.pack_error(status_of("LEASE_NOT_FOUND", "gone"))], PullRefusedError),
-        ([frames.pack_answer(5, b"\xff" * 9)], ValueError),
+        ([frames.pack_error(CALL, status_of("LEASE_NOT_FOUND", "gone"))], PullRefusedError),
+        ([frames.pack_answer(CALL, 5, b"\xff" * 9)], ValueError),
+        ([_frame(0, 5000), _frame(5000, 7288, number=6), ANSWER], frames.CrossedFrameError),
+        ([_frame(0, 12288), frames.pack_answer(6, 0)], frames.CrossedFrameError),
     ],
-    ids=["damaged", "too few", "not from the start", "twice", "closed", "another protocol", "refused", "no status"],
+    ids=[
+        "damaged",
+        "too few",
+        "not from the start",
+        "twice",
+        "closed",
+        "another protocol",
+        "refused",
+        "no status",
+        "bytes of another call",
+        "answer to another call",
+    ],
 )
 def test_wrong_answers_are_errors(sent: list[bytes], error: type[Exception]) -> None:
     with _peer(lambda connection: connection.send(sent)) as connections, pytest.raises(error):

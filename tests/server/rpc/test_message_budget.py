@@ -11,13 +11,13 @@ from typing import Any, cast
 
 import pytest
 from harness.payloads import namespace_of
-from harness.raw import RawSession, RawSocket
+from harness.raw import RawSession, RawSocket, hello_of
 from harness.server_process import MIB, ServerProcess
 from harness.unfinished_grpc import UnfinishedCalls
 
 from kvtier.client.results import KeyStatus
 from kvtier.protos.v1 import cache_pb2
-from kvtier.protos.wire.socket_frames import HEAD_BYTES, FrameKind, Purpose, pack_call, pack_hello
+from kvtier.protos.wire.socket_frames import HEAD_BYTES, FrameKind, Purpose, pack_call
 from kvtier.server.rpc.socket_calls import MessageBudget
 
 NAMESPACE = namespace_of(64 << 10)
@@ -39,8 +39,7 @@ def session(server: ServerProcess) -> Iterator[RawSession]:
 
 def calls_of(session: RawSession) -> RawSocket:
     """Returns a connection for calls that the server has accepted."""
-    hello = pack_hello(Purpose.CALLS, session.ref.session_id, session.ref.epoch)
-    connection = RawSocket(session.capabilities.region.attach_path, hello)
+    connection = RawSocket(session.capabilities.region.attach_path, hello_of(session.ref, Purpose.CALLS))
     assert connection.answer()[0] == 0
     return connection
 
@@ -48,8 +47,8 @@ def calls_of(session: RawSession) -> RawSocket:
 def begin_large_call(connection: RawSocket) -> None:
     """Announces a request of 8 MiB, and sends what the socket accepts at once, except the end."""
     connection.socket.setblocking(False)
-    start = pack_call(b"CacheService/Lookup", b"")[HEAD_BYTES:]
-    rest = memoryview(struct.pack("<IB", LIMIT, FrameKind.CALL) + start + bytes(LIMIT - len(start) - 1))
+    start = pack_call(1, b"CacheService/Lookup", b"")[HEAD_BYTES:]
+    rest = memoryview(struct.pack("<IBQ", LIMIT, FrameKind.CALL, 1) + start + bytes(LIMIT - len(start) - 1))
     idle_since = time.monotonic()
     while rest and time.monotonic() < idle_since + 0.05:
         with contextlib.suppress(BlockingIOError):

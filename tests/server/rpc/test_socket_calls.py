@@ -94,19 +94,21 @@ def test_refusals_are_those_of_grpc(session: RawSession, connection: RawSocket) 
 def test_unknown_methods_and_streams_are_unimplemented(connection: RawSocket) -> None:
     """Bytes that are not a message are refused."""
     for name in (b"CacheService/Nothing", b"TransferService/Pull", b"SessionService/Open", b"x"):
-        connection.send(pack_call(name, b""))
+        connection.send(connection.next_call(name, b""))
         assert connection.refusal() == ("UNIMPLEMENTED", None)
-    connection.send(pack_call(b"CacheService/Lookup", b"\xff" * 64))
+    connection.send(connection.next_call(b"CacheService/Lookup", b"\xff" * 64))
     assert connection.refusal() == ("INVALID_ARGUMENT", "INVALID_ARGUMENT")
 
 
 def test_requests_may_be_split_or_pipelined(session: RawSession, connection: RawSocket) -> None:
     """Answers come in the order of the requests."""
     request = lookup_of(session, KEYS).SerializeToString()
-    for byte in pack_call(b"CacheService/Lookup", request):
+    for byte in connection.next_call(b"CacheService/Lookup", request):
         connection.send(bytes([byte]))
     assert connection.answer()[0] == 0
-    connection.send(pack_call(b"CacheService/Lookup", request), *[pack_call(b"x", b"")] * 2)
+    connection.send(
+        connection.next_call(b"CacheService/Lookup", request), *[connection.next_call(b"x", b"") for _ in range(2)]
+    )
     assert [connection.answer()[0] for _ in range(3)] == [0, 12, 12]
 
 
@@ -116,7 +118,7 @@ def test_a_waiting_call_delays_only_later_calls(session: RawSession, connection:
     flush = cache_pb2.FlushRequest(session=session.ref, keys=KEYS)
     flush.wait.nanos = 200_000_000
     calls = [("Lookup", hit), ("Flush", flush), ("Lookup", wait), ("Nothing", hit)] * 3
-    connection.send(*(pack_call(b"CacheService/" + n.encode(), m.SerializeToString()) for n, m in calls))
+    connection.send(*(connection.next_call(b"CacheService/" + n.encode(), m.SerializeToString()) for n, m in calls))
     answers = [connection.answer() for _ in calls]
     kinds = [(code, len(message) if code == 0 else 0) for code, message in answers]
     assert kinds == kinds[:4] * 3
@@ -157,14 +159,15 @@ def test_a_waiting_call_can_be_cancelled(times: int) -> None:
     assert seen == ([0, 1] if times == 2 else [*range(times), "cancelled"])
 
 
-def too_large(nbytes: int) -> bytes:
-    return struct.pack("<IB", nbytes, FrameKind.CALL) + bytes(nbytes)
+def too_large(connection: RawSocket, nbytes: int) -> bytes:
+    connection.calls += 1
+    return struct.pack("<IBQ", nbytes, FrameKind.CALL, connection.calls) + bytes(nbytes)
 
 
 def test_a_too_large_request_is_refused(session: RawSession, connection: RawSocket) -> None:
     """It is read to its end and discarded; the connection stays open."""
     for nbytes in (MAX_MESSAGE + (64 << 10) + 1, 64 * MIB):
-        connection.send(too_large(nbytes))
+        connection.send(too_large(connection, nbytes))
         assert connection.refusal() == TOO_LARGE
     assert connection.call("CacheService/Lookup", lookup_of(session, KEYS))[0] == 0
 
@@ -174,7 +177,9 @@ def test_a_too_large_request_behind_a_waiting_call(session: RawSession, connecti
     keys = [key_of(76)]  # not of KEYS: other tests expect misses, also while this session closes
     prepare(session, keys)
     waits = cache_pb2.FlushRequest(session=session.ref, keys=keys, wait=Duration(seconds=1))
-    connection.send(pack_call(b"CacheService/Flush", waits.SerializeToString()), too_large(64 * MIB))
+    connection.send(
+        connection.next_call(b"CacheService/Flush", waits.SerializeToString()), too_large(connection, 64 * MIB)
+    )
     assert connection.answer()[0] == 0
     assert connection.refusal() == TOO_LARGE
     assert connection.call("CacheService/Lookup", lookup_of(session, KEYS))[0] == 0
@@ -182,15 +187,13 @@ def test_a_too_large_request_behind_a_waiting_call(session: RawSession, connecti
 
 def test_unread_answers_do_not_fill_memory(server: ServerProcess, session: RawSession, connection: RawSocket) -> None:
     """Further requests wait in the client's socket, and all are answered in the end."""
-    request = pack_call(
-        b"CacheService/Lookup", lookup_of(session, [key_of(n) for n in range(1000)]).SerializeToString()
-    )
+    request = lookup_of(session, [key_of(n) for n in range(1000)]).SerializeToString()
     sent, before = 0, server.own_bytes()
     connection.socket.settimeout(1)
     rest = b""
     with contextlib.suppress(TimeoutError):
         for _ in range(128 * MIB // len(request)):
-            rest = request
+            rest = connection.next_call(b"CacheService/Lookup", request)
             while rest:
                 rest = rest[connection.socket.send(rest) :]
             sent += 1
@@ -207,11 +210,11 @@ def test_invalid_bytes_close_the_connection(
     """Other connections are served."""
     call = FrameKind.CALL
     for garbage in (
-        struct.pack("<IB", 0, call),
-        struct.pack("<IBB", 1, call, 0),
-        struct.pack("<IBB", 3, call, 200) + b"ab",
-        struct.pack("<IB", 0, 9),
-        struct.pack("<IB", 1, FrameKind.ANSWER),
+        struct.pack("<IBQ", 0, call, 1),
+        struct.pack("<IBQB", 1, call, 1, 0),
+        struct.pack("<IBQB", 3, call, 1, 200) + b"ab",
+        struct.pack("<IBQ", 0, 9, 1),
+        struct.pack("<IBQ", 1, FrameKind.ANSWER, 1),
     ):
         with route.open(session, Purpose.CALLS) as bad:
             bad.send(garbage)
@@ -220,12 +223,32 @@ def test_invalid_bytes_close_the_connection(
     assert "Traceback" not in server.log
 
 
+@pytest.mark.parametrize("step", [0, -1, 1 << 31, 1 << 32, -(1 << 32), 1 << 63])
+def test_a_call_of_another_process_ends_the_connection(route: Route, session: RawSession, step: int) -> None:
+    """Also a repeated call, and one that is too large. It is not executed."""
+    for message in (b"", bytes(MAX_MESSAGE + 1)):
+        with route.open(session, Purpose.CALLS) as connection:
+            assert connection.call("CacheService/Lookup", lookup_of(session, KEYS))[0] == 0
+            with contextlib.suppress(OSError):
+                connection.send(pack_call((1 + step) % (1 << 64), b"CacheService/Lookup", message))
+            assert connection.is_ended()
+
+
+def test_numbers_of_calls_may_have_gaps(route: Route, session: RawSession) -> None:
+    """One process uses many connections, and counts the calls of all of them."""
+    with route.open(session, Purpose.CALLS) as connection:
+        for number in ((1 << 31) - 1, (1 << 32) - 2, (3 << 31) - 3):
+            connection.send(pack_call(number, b"x", b""))
+            connection.calls = connection.answers = number
+            assert connection.refusal() == ("UNIMPLEMENTED", None)
+
+
 def test_a_connection_ends_with_its_session(route: Route, session: RawSession, connection: RawSocket) -> None:
     """Also during a call."""
     with route.open(session, Purpose.CALLS) as busy, route.session(NAMESPACE, "writer") as writer:
         prepare(writer, [key_of(78)])
         wait = lookup_of(session, [key_of(78)], wait=30).SerializeToString()
-        busy.send(pack_call(b"CacheService/Lookup", wait))
+        busy.send(busy.next_call(b"CacheService/Lookup", wait))
         route.server.wait_for(lambda status: status.leases == 1)
         session.end()
         assert connection.is_ended()
@@ -238,7 +261,7 @@ def test_a_disconnect_cancels_the_call(route: Route, session: RawSession, connec
     with route.session(NAMESPACE, "writer") as writer:
         prepare(writer, [key_of(77)])
         request = lookup_of(session, [key_of(77)], wait=30).SerializeToString()
-        connection.send(pack_call(b"CacheService/Lookup", request))
+        connection.send(connection.next_call(b"CacheService/Lookup", request))
         route.server.wait_for(lambda status: status.leases == 1)
         connection.socket.close()
         route.server.wait_for(lambda status: status.leases == 0)

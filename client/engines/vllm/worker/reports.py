@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ....offload import LoadJob, SaveJob
+from ....session.fork_guard import ForkGuarded
 from ..compat import KVConnectorMetadata, KVConnectorTransferResults, KVConnectorWorkerMetadata
 from ..ranks import Parts
 
@@ -84,7 +85,7 @@ class _OpenLoad:
     has_failed: bool = False
 
 
-class WorkerReports:
+class WorkerReports(ForkGuarded):
     """Results that vLLM has not taken. Any thread may add; only the main thread takes.
 
     `worker`: number of this worker in its engine, from 0 on.

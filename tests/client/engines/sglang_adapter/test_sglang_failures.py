@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +48,26 @@ def test_without_a_server_all_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptur
         server.start()
         wait_until(lambda: all(attached.batch_set_v1(KEYS, ALL)))
         assert attached.batch_exists(KEYS) == 6
+
+
+def test_in_a_forked_child_all_is_a_miss(server: ServerProcess) -> None:
+    """Also while another thread of the parent holds the locks of log and lookups."""
+    with attach(server.endpoint, kv_pool(seed=1)) as attached:
+        assert all(attached.batch_set_v1(KEYS, ALL))
+        link = attached._links[storage.KV]
+        with attached.log._lock, link._found._lock:
+            if (pid := os.fork()) == 0:
+                signal.alarm(60)
+                code = 1
+                try:
+                    assert_all_miss(attached)
+                    code = 0
+                finally:
+                    os._exit(code)
+        # gRPC may abort the child.
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (0, -signal.SIGABRT)
+        assert attached.batch_exists(KEYS) == 6
+        assert all(attached.batch_get_v1(KEYS, ALL))
 
 
 def test_a_server_that_dies_between_lookup_and_load(server: ServerProcess) -> None:
