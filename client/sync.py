@@ -106,7 +106,7 @@ class Client(ConnectionState):
         self.timeouts = timeouts or Timeouts()
         identity = ClientIdentity(namespace, name, self.engine_id, rank, transport, pin, published)
         self._transport = backend or GrpcTransport(endpoint, identity, self.timeouts, credentials)
-        self._operations = Operations(namespace, self.timeouts, self._transport.invalidate, pin)
+        self._operations = Operations(namespace, self.timeouts, self._transport, pin)
 
     def wait_until_connected(self, timeout: float | None = None) -> None:
         """Waits `timeout` s (`Timeouts.connect`) for a session, or until a `permanent` refusal."""
@@ -247,9 +247,8 @@ class Client(ConnectionState):
             writing = self._run(self._operations.begin_write(held, keys, request_id=request_id, retain_for=retain_for))
             try:
                 yield writing.batch
-            except BaseException:
-                with contextlib.suppress(KVTierError):
-                    self._run(self._operations.end_write(writing, abort=True))
+            except BaseException as error:
+                self._run(self._operations.abort_write(writing, error))
                 raise
             self._run(self._operations.end_write(writing))
 

@@ -71,10 +71,13 @@ class LoadOperations(LookupOperations):
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str, wait: float
     ) -> Operation[int]:
         destinations, sizes = self._addresses_and_sizes(keys, buffers, writable=True)
-        found = yield from self.lookup(keys, request_id=request_id, wait=wait, prefix=True, lease=None, want_slots=True)
+        grant_id = self._new_grant()
+        found = yield from self.lookup(
+            keys, request_id=request_id, wait=wait, prefix=True, lease=None, want_slots=True, grant_id=grant_id
+        )
         if not found.prefix_hits:
             if found.id:
-                yield from self.release([found.id])
+                yield from self._release_granted(found, grant_id)
             return 0
         hits = found.prefix_hits
         try:
@@ -82,8 +85,8 @@ class LoadOperations(LookupOperations):
                 yield from self._load_by_stream(found, destinations[:hits], sizes[:hits])
             else:
                 yield from self._load_by_copy(found, destinations[:hits], sizes[:hits])
-        except BaseException:
-            yield from self._ignore_errors(self.release([found.id]))
+        except BaseException as error:
+            yield from self._give_back(found.session, grant_id, error)
             raise
         return hits
 

@@ -31,6 +31,7 @@ class Writing:
 
     session: ClientSession
     store_id: int
+    grant_id: int
     batch: WriteBatch
 
 
@@ -49,11 +50,29 @@ class StoreOperations(Base):
 
         The memory is slots of the region or, if no region is mapped, a staging buffer. If `staged`
         is false, there is no staging buffer; `end_write` then needs `sources`. `sizes`: part sizes,
-        if known. Call `end_write` afterwards.
+        if known. Call `end_write` or `abort_write` afterwards.
         """
         session: ClientSession = yield Connect(self._timeouts.connect)
         held.enter_context(session.using())
-        answer = yield from self._prepare_store(session, keys, request_id, retain_for)
+        grant_id = self._new_grant()
+        answer = yield from self._prepare_store(session, keys, request_id, retain_for, grant_id)
+        try:
+            batch = self._batch(held, session, keys, answer, staged=staged, sizes=sizes)
+        except BaseException as error:  # for example, no memory for a staging buffer
+            yield from self._give_back(session, grant_id, error)
+            raise
+        return Writing(session, answer.store_id, grant_id, batch)
+
+    def _batch(
+        self,
+        held: ExitStack,
+        session: ClientSession,
+        keys: Sequence[bytes],
+        answer: cache_pb2.PrepareStoreResponse,
+        *,
+        staged: bool,
+        sizes: Sequence[int] | None,
+    ) -> WriteBatch:
         statuses: bytes = answer.statuses
         if statuses == _GRANTED * len(keys):  # fast path for new blocks
             wanted = list(range(len(keys)))
@@ -67,13 +86,15 @@ class StoreOperations(Base):
         else:
             memory = held.enter_context(self._staging.lend(sum(sizes))) if staged else memoryview(b"")
             address, offsets = address_of(memory)[0], consecutive(sizes)
-        batch = WriteBatch(statuses, wanted, memory, address, offsets, sizes, answer.not_retained_blocks)
-        return Writing(session, answer.store_id, batch)
+        return WriteBatch(statuses, wanted, memory, address, offsets, sizes, answer.not_retained_blocks)
 
-    def end_write(
-        self, writing: Writing, *, abort: bool = False, sources: Sequence[int] | None = None
-    ) -> Operation[None]:
-        """Sends the parts if no region is mapped; completes or aborts the store.
+    def abort_write(self, writing: Writing, error: BaseException) -> Operation[None]:
+        """Discards a store that failed with `error`. Raises no `KVTierError`."""
+        if writing.store_id:
+            yield from self._give_back(writing.session, writing.grant_id, error)
+
+    def end_write(self, writing: Writing, *, sources: Sequence[int] | None = None) -> Operation[None]:
+        """Sends the parts if no region is mapped, and completes the store.
 
         `sources`: addresses of the parts; None if the parts are in the staging buffer.
         """
@@ -85,17 +106,15 @@ class StoreOperations(Base):
             session=session.ref,
             store_id=writing.store_id,
             failed_items=sorted(batch.failed),
-            abort=abort,
         )
-        if session.region is None and not abort:
+        if session.region is None:
             try:
                 if (yield from self._push(writing, sources)):
                     return
-            except BaseException:  # the store must not stay open, even after a cancellation
-                request.abort = True
-                yield from self._ignore_errors(self._complete_store(session, request))
+            except BaseException as error:  # the store must not stay open, even after a cancellation
+                yield from self.abort_write(writing, error)
                 raise
-        yield from self._complete_store(session, request)
+        yield from self._complete_store(session, request, writing.grant_id)
 
     def store(
         self,
@@ -118,8 +137,10 @@ class StoreOperations(Base):
             destinations = [batch.address + offset for offset in batch.offsets]
             try:
                 yield Copy(lambda: copy_batch(destinations, wanted, batch.sizes))
-            except BaseException:
-                yield from self._ignore_errors(self.end_write(writing, abort=True))
+            except GeneratorExit:
+                raise  # the event loop has ended; a thread may still copy to the slots
+            except BaseException as error:
+                yield from self.abort_write(writing, error)
                 raise
             yield from self.end_write(writing)
             return batch.statuses

@@ -30,6 +30,7 @@ from ..namespace import Namespace
 from ..timeouts import check_seconds
 from .session import AttachError, Attachment, ClientSession
 from .socket_calls import SocketCalls, SocketTarget
+from .withdrawals import Withdrawals
 
 __all__ = ["ClientIdentity", "EngineAddress", "SessionConnection", "TransportName"]
 
@@ -110,6 +111,7 @@ class SessionConnection:
         credentials: Credentials,
     ) -> None:
         self._stub = session_pb2_grpc.SessionServiceStub(channel)
+        self._withdrawals = Withdrawals(channel)
         self._endpoint = endpoint
         self._identity = identity
         self._call_timeout = call_timeout
@@ -169,6 +171,15 @@ class SessionConnection:
         if heartbeats is not None:
             heartbeats.cancel()
 
+    def withdraw(self, session: ClientSession, grant_id: int) -> None:
+        """Ends in the background what a call of the session was granted; see `Transport`."""
+        if session.ended:
+            return
+        try:
+            self._withdrawals.add(session, grant_id)
+        except RuntimeError:  # no further thread can be started; the end of the session ends the grant too
+            self.invalidate(session)
+
     def forked(self) -> None:
         """Closes the forked child's copies of the descriptors that tell the server of a writer."""
         if self._session is not None:
@@ -182,6 +193,7 @@ class SessionConnection:
             self._capabilities_call.cancel()
         if self._heartbeats is not None:
             self._heartbeats.cancel()
+        self._withdrawals.close()
         self._thread.join()
 
     def _run(self) -> None:

@@ -12,7 +12,7 @@ from ..errors import error_for
 from ..namespace import is_hold_key
 from ..results import KeyStatus
 
-__all__ = ["BlockName", "FakeHold", "FakeHolds", "FakeStore"]
+__all__ = ["BlockName", "FakeHold", "FakeHolds", "FakeLease", "FakeStore"]
 
 BlockName = tuple[bytes, bytes]
 _Name = tuple[bytes, str, str]
@@ -31,6 +31,15 @@ class FakeStore:
     staged: bytearray
     missing: bytearray
     """A 1 for each byte that has not been received."""
+
+
+@dataclass(slots=True)
+class FakeLease:
+    engine_id: str
+    request_id: str
+    names: list[BlockName | None]
+    blocks: dict[BlockName, dict[int, bytes]]
+    """The pinned blocks. A block stays readable even after the end of its last hold."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ request (`forget`). It can simulate a server that is down, hangs or restarts.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -30,21 +31,12 @@ from ..results import DurableStatus, KeyStatus, OffloadPolicy, StoreStatus
 from ..session.session import ClientSession
 from ..sync import Client
 from .fake_conversations import FakeBlocks, FakeConversations, FakeStub
-from .fake_holds import BlockName, FakeHolds, FakeStore
+from .fake_holds import BlockName, FakeHolds, FakeLease, FakeStore
 
 __all__ = ["FakeServer"]
 
 _MAX_KEYS = 65536
 _MAX_FRAME_BYTES = 1 << 20
-
-
-@dataclass(slots=True)
-class _Lease:
-    engine_id: str
-    request_id: str
-    names: list[BlockName | None]
-    blocks: dict[BlockName, dict[int, bytes]]
-    """The pinned blocks. A block stays readable even after the end of its last hold."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +45,8 @@ class _Session:
     rank: int
     namespace: Namespace
     prefix: bytes
-    leases: set[int] = field(default_factory=set)
-    stores: set[int] = field(default_factory=set)
+    granted: dict[int, int] = field(default_factory=dict)
+    """Ids of leases and stores by the id that the client chose."""
 
 
 class FakeServer:
@@ -88,7 +80,7 @@ class FakeServer:
         """Restarts the server: sessions, leases, stores, holds, conversations end; blocks stay."""
         self.epoch = secrets.randbits(62) + 1
         self._sessions: dict[bytes, _Session] = {}
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, FakeLease] = {}
         self._stores: dict[int, FakeStore] = {}
         self._holds = FakeHolds(self._ready, self._drop)
         blocks = FakeBlocks(self._nbytes, lambda name: name in self._pinned(), self._drop)
@@ -136,8 +128,9 @@ class FakeServer:
     def _close(self, ref: common_pb2.SessionRef) -> None:
         session = self._sessions.pop(ref.session_id, None)
         if session is not None:
-            self._leases = {number: lease for number, lease in self._leases.items() if number not in session.leases}
-            self._stores = {number: store for number, store in self._stores.items() if number not in session.stores}
+            ended = set(session.granted.values())
+            self._leases = {number: lease for number, lease in self._leases.items() if number not in ended}
+            self._stores = {number: store for number, store in self._stores.items() if number not in ended}
 
     def _handle(self, method: str, request: Any) -> Any:
         self.calls.append(method)
@@ -156,6 +149,7 @@ class FakeServer:
             "Touch": self._touch,
             "PrepareStore": self._prepare_store,
             "CompleteStore": self._complete_store,
+            "WithdrawGrants": self._withdraw_grants,
             "Flush": self._flush,
             "FinishRequest": self._finish_request,
             "Reset": self._reset,
@@ -209,26 +203,26 @@ class FakeServer:
         if request.mode != cache_pb2.LOOKUP_MODE_EACH and hits < request.min_hits:
             found[:hits], hits = [None] * hits, 0
         statuses = bytes(KeyStatus.MISS if name is None else KeyStatus.HIT for name in found)
-        lease_id = self._grant(session, request.request_id, found) if any(found) else 0
-        sources = bytes(len(found))
-        return cache_pb2.LookupResponse(statuses=statuses, prefix_hits=hits, sources=sources, lease_id=lease_id)
+        lease_id = self._grant(session, request, found) if any(found) else 0
+        return cache_pb2.LookupResponse(
+            statuses=statuses, prefix_hits=hits, sources=bytes(len(found)), lease_id=lease_id
+        )
 
     def _prefetch(self, request: cache_pb2.PrefetchRequest) -> cache_pb2.PrefetchResponse:
         names = self._names(self._session(request.session), request.keys)
         present = sum(1 for _ in itertools.takewhile(self._ready, names))
         return cache_pb2.PrefetchResponse(present_blocks=present, missing_blocks=len(names) - present)
 
-    def _grant(self, session: _Session, request_id: str, names: list[BlockName | None]) -> int:
-        lease_id = next(self._ids)
+    def _grant(self, session: _Session, request: Any, names: list[BlockName | None]) -> int:
+        lease_id = session.granted[request.grant_id] = next(self._ids)
         blocks = {name: self._blocks[name] for name in names if name is not None}
-        self._leases[lease_id] = _Lease(session.engine_id, request_id, names, blocks)
-        session.leases.add(lease_id)
+        self._leases[lease_id] = FakeLease(session.engine_id, request.request_id, names, blocks)
         return lease_id
 
-    def _end_leases(self, is_ended: Callable[[_Lease], bool]) -> None:
+    def _end_leases(self, is_ended: Callable[[FakeLease], bool]) -> None:
         self._leases = {number: lease for number, lease in self._leases.items() if not is_ended(lease)}
 
-    def _lease(self, session: _Session, lease_id: int) -> _Lease:
+    def _lease(self, session: _Session, lease_id: int) -> FakeLease:
         lease = self._leases.get(lease_id)
         if lease is None:
             raise error_for("LEASE_NOT_FOUND", f"there is no lease {lease_id}")
@@ -297,7 +291,7 @@ class FakeServer:
             self._stores[store_id] = FakeStore(
                 session.engine_id, session.rank, granted, sizes, staged, bytearray(b"\1" * len(staged))
             )
-            session.stores.add(store_id)
+            session.granted[request.grant_id] = store_id
         return cache_pb2.PrepareStoreResponse(
             store_id=store_id, statuses=bytes(statuses), slot_offsets=pack_offsets(0 for _ in granted)
         )
@@ -328,10 +322,17 @@ class FakeServer:
             self._world[name] = session.namespace.world_size
         return cache_pb2.CompleteStoreResponse(failed_items=unreceived)
 
+    def _withdraw_grants(self, request: cache_pb2.WithdrawGrantsRequest) -> cache_pb2.WithdrawGrantsResponse:
+        granted = self._session(request.session).granted
+        for number in map(granted.get, request.grant_ids):
+            self._leases.pop(number, None)  # type: ignore[arg-type]
+            self._stores.pop(number, None)  # type: ignore[arg-type]
+        return cache_pb2.WithdrawGrantsResponse()
+
     def _flush(self, request: cache_pb2.FlushRequest) -> cache_pb2.FlushResponse:
         names = self._names(self._session(request.session), request.keys)
-        durable, volatile = DurableStatus.DURABLE, DurableStatus.VOLATILE
-        return cache_pb2.FlushResponse(statuses=bytes(durable if self._ready(name) else volatile for name in names))
+        statuses = [DurableStatus.DURABLE if self._ready(name) else DurableStatus.VOLATILE for name in names]
+        return cache_pb2.FlushResponse(statuses=bytes(statuses))
 
     def _finish_request(self, request: cache_pb2.FinishRequestRequest) -> cache_pb2.FinishRequestResponse:
         session = self._session(request.session)
@@ -344,7 +345,7 @@ class FakeServer:
         prefix = self._session(request.session).prefix
         self._holds.end_all(prefix=prefix)
         for name in [name for name in self._blocks if name[0] == prefix]:
-            del self._blocks[name], self._world[name]
+            self._drop(name)
         self._end_leases(lambda lease: any(name and name[0] == prefix for name in lease.names))
         self._stores = {
             number: store for number, store in self._stores.items() if all(name[0] != prefix for name in store.names)
@@ -359,14 +360,13 @@ class FakeServer:
         session = self._session(request.session)
         hold = self._holds.find(session.prefix, request)
         engine = (session.prefix, request.hold.engine_id)
-        lives = any((other.prefix, other.engine_id) == engine for other in self._sessions.values())
-        statuses = self._holds.statuses(hold, request.first_positions, publisher_lives=lives)
-        lease_id = 0
+        lives = engine in [(other.prefix, other.engine_id) for other in self._sessions.values()]
+        statuses, lease_id = self._holds.statuses(hold, request.first_positions, publisher_lives=lives), 0
         if KeyStatus.HIT in statuses:
             hits = [
                 name if status == KeyStatus.HIT else None for name, status in zip(hold.names, statuses, strict=True)
             ]
-            lease_id = self._grant(session, request.request_id, hits)
+            lease_id = self._grant(session, request, hits)
         return self._holds.claimed(hold, statuses, lease_id, publisher_lives=lives)
 
     def _get_status(self, request: admin_pb2.GetStatusRequest) -> admin_pb2.GetStatusResponse:
@@ -408,10 +408,9 @@ class _FakeTransport:
 
     @property
     def session(self) -> ClientSession | None:
-        try:
+        with contextlib.suppress(KVTierError):
             return self._connect()
-        except KVTierError:
-            return None
+        return None
 
     def perform(self, effect: Effect) -> Any:
         match effect:
@@ -429,6 +428,11 @@ class _FakeTransport:
 
     def invalidate(self, session: ClientSession) -> None:
         session.end()
+
+    def withdraw(self, session: ClientSession, grant_id: int) -> None:
+        request = cache_pb2.WithdrawGrantsRequest(session=session.ref, grant_ids=[grant_id])
+        with contextlib.suppress(KVTierError):
+            self._server._withdraw_grants(request)  # noqa: SLF001
 
     def close(self) -> None:
         self._closed = True

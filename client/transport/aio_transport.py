@@ -73,6 +73,10 @@ class AsyncGrpcTransport(ForkGuarded):
         self.check_process()
         self._connection.invalidate(session)
 
+    def withdraw(self, session: ClientSession, grant_id: int) -> None:
+        if not self.is_forked:
+            self._connection.withdraw(session, grant_id)
+
     async def perform(self, effect: Effect) -> Any:
         self.check_process()
         try:

@@ -17,7 +17,7 @@ from typing import NoReturn, TypeVar
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from ...protos.v1 import admin_pb2, cache_pb2, conversation_pb2, events_pb2, handoff_pb2, session_pb2, transfer_pb2
-from ...tiers.types import MAX_GROUPS
+from ...tiers.types import MAX_GROUPS, MAX_WITHDRAWN
 from ..config.schema import LimitConfig
 from ..refused import Refused
 
@@ -133,6 +133,7 @@ def table_of(limits: LimitConfig) -> dict[str, Bound]:
         "PrefetchRequest.source": text,
         "PrepareLoadRequest.items": numbers,
         "ReleaseLeaseRequest.lease_ids": numbers,
+        "WithdrawGrantsRequest.grant_ids": Bound(most=MAX_WITHDRAWN),
         "TouchRequest.lease_ids": numbers,
         "PrepareStoreRequest.request_id": text,
         "PrepareStoreRequest.keys": keys,

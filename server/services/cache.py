@@ -40,6 +40,7 @@ class _LookupOptions:
     deadline: float
     retain_for: float
     source: str
+    grant_id: int
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
@@ -178,6 +179,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             request_id=request.request_id,
             lease_seconds=self._validator.leases.default,
             retain_for=retain_for or self._core.requests.retention_of(session, request.request_id),
+            grant_id=request.grant_id,
         )
         return cache_pb2.PrepareStoreResponse(
             store_id=answer.store_id or 0,
@@ -190,11 +192,40 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.CompleteStoreRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.CompleteStoreResponse:
         session = self._sessions.get(request.session, is_release=True)
-        store_id = StoreId(request.store_id)
+        failed = None if request.abort else request.failed_items
+        unreceived = await self._complete_store(session, StoreId(request.store_id), failed)
+        return cache_pb2.CompleteStoreResponse(failed_items=unreceived)
+
+    async def WithdrawGrants(
+        self, request: cache_pb2.WithdrawGrantsRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.WithdrawGrantsResponse:
+        session = self._sessions.get(request.session, is_release=True)
+        leases: list[LeaseId] = []
+        stores: list[StoreId] = []
+        for grant_id in filter(None, dict.fromkeys(request.grant_ids)):
+            grant = (session.id, grant_id)
+            if (lease := self._core.lookup_handler.leases.by_grant.get(grant)) is not None:
+                leases.append(lease.id)
+            elif (store_id := self._core.store_handler.table.by_grant.get(grant)) is not None:
+                stores.append(store_id)
+            else:  # the call has not arrived, is not granted yet, or has ended
+                session.withdraw(grant_id)
+        await self._long_calls.release(session, leases)
+        for store_id in stores:
+            with contextlib.suppress(StoreNotFound):
+                await self._complete_store(session, store_id, None)
+        return cache_pb2.WithdrawGrantsResponse()
+
+    async def _complete_store(
+        self, session: EngineSession, store_id: StoreId, failed: Sequence[int] | None
+    ) -> Sequence[int]:
+        """Ends a store. `failed`: positions of blocks that the client did not write; None: of all.
+
+        Returns the positions of the further blocks that are not stored. Raises a CoreError.
+        """
         await self._end_streams(session, store_id)
         try:
-            failed: Sequence[int] = request.failed_items
-            if request.abort:
+            if failed is None:
                 failed = range(len(self._core.store(session, store_id).blocks))
             unreceived = await self._long_calls.complete_store(session, store_id, failed)
         except StoreNotFound:
@@ -204,7 +235,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             self._runtime.run_commands()
         if failed or unreceived:
             self._runtime.notify_change()
-        return cache_pb2.CompleteStoreResponse(failed_items=unreceived)
+        return unreceived
 
     async def _end_streams(self, session: EngineSession, store_id: StoreId) -> None:
         try:
@@ -265,6 +296,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             deadline=self._runtime.now() + self._validator.wait(request.wait),
             retain_for=self._validator.retention(request.retain_for),
             source=request.source,
+            grant_id=request.grant_id,
         )
 
     async def _look_up(
@@ -289,6 +321,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 min_hits=options.min_hits,
                 retain_until=self._retain_until(session, options.request_id, options.retain_for),
                 conversation=self._core.requests.conversation_of(session, options.request_id),
+                grant_id=options.grant_id,
             )
             found = await self._long_calls.look_up(lookup, options.lease_seconds)
         finally:

@@ -217,7 +217,14 @@ class LongCalls:
             raise
 
     async def prepare_store(
-        self, session: EngineSession, keys: Sequence[bytes], *, request_id: str, lease_seconds: float, retain_for: float
+        self,
+        session: EngineSession,
+        keys: Sequence[bytes],
+        *,
+        request_id: str,
+        lease_seconds: float,
+        retain_for: float,
+        grant_id: int = 0,
     ) -> StoreAnswer:
         """Begins a store. If the call is cancelled or fails, no store remains."""
         store_id: StoreId | None = None
@@ -237,6 +244,7 @@ class LongCalls:
                     extends=store_id,
                     more=number * _STORE_SLICE < len(keys),
                     now=now,
+                    grant_id=grant_id,
                 )
                 self._runtime.run_commands()
                 store_id = answer.store_id

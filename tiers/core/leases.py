@@ -209,6 +209,8 @@ class LeaseTable:
         """Per pending block the leases that contain it, with the item numbers of the block."""
         self._by_session: dict[bytes, dict[BlockLease, None]] = defaultdict(dict)
         self._by_request: dict[tuple[EngineKey, str], dict[BlockLease, None]] = defaultdict(dict)
+        self.by_grant: dict[tuple[bytes, int], BlockLease] = {}
+        """Leases whose clients chose an id, by session and this id."""
         self._items: dict[bytes, int] = defaultdict(int)
         self._tenant_items: Counter[bytes] = Counter()
         """Number of items by the tag of the tenant, with the costs of leases and pending items."""
@@ -248,12 +250,20 @@ class LeaseTable:
             indices=indices,
         )
         self._leases[lease.id] = lease
+        if owner.grant_id:
+            self.by_grant[owner.grant] = lease
         self._by_session[owner.session_id][lease] = None
         self._by_request[owner.engine, owner.request_id][lease] = None
         self._items[owner.session_id] += LEASE_COST
         self._tenant_items[tenant_of(owner.engine[0])] += LEASE_COST
         self.extend(lease, items, sources, all_ready=all_ready)
         return lease
+
+    def check_grant(self, session: EngineSession, owner: Owner) -> None:
+        """Raises InvalidItem if the client has withdrawn the grant, or uses its id already."""
+        session.check_wanted(owner.grant_id)
+        if owner.grant_id and owner.grant in self.by_grant:
+            raise InvalidItem(f"grant_id {owner.grant_id} belongs to another lease of the session")
 
     def extend(
         self, lease: BlockLease, items: Sequence[Block | None], sources: bytes, *, all_ready: bool = False
@@ -307,6 +317,7 @@ class LeaseTable:
     def _forget(self, lease: BlockLease) -> None:
         del self._leases[lease.id]
         owner = lease.owner
+        self.by_grant.pop(owner.grant, None)
         self._items[owner.session_id] -= LEASE_COST + len(lease.items)
         tenant = tenant_of(owner.engine[0])
         self._tenant_items[tenant] -= LEASE_COST + len(lease.items) + PENDING_COST * lease.pending

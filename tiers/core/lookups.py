@@ -75,11 +75,13 @@ class LookupHandler:
         min_hits: int = 0,
         retain_until: float = 0.0,
         conversation: Conversation | None = None,
+        grant_id: int = 0,
     ) -> SlicedLookup:
         """Begins a lookup, which `look_up_slice` continues. Raises InvalidItem, LimitExceeded."""
         excluded = self._residency.excluded(tiers)
         self.check_room(session, len(keys))
-        owner = Owner(session.engine, session.id, request_id)
+        owner = Owner(session.engine, session.id, request_id, grant_id)
+        self.leases.check_grant(session, owner)
         lookup = SlicedLookup(session, owner, keys, prefix, excluded, min_hits, retain_until, user=owner.user)
         if conversation is not None:
             lookup.conversation = conversation
@@ -112,10 +114,12 @@ class LookupHandler:
         return answer
 
     def look_up_slice(self, lookup: SlicedLookup, most: int | None = None, *, expires_at: float, now: float) -> bool:
-        """Looks up the next `most` keys; returns whether to call it again. Raises LimitExceeded.
+        """Looks up the next `most` keys; returns whether to call it again.
 
-        If the lease of the earlier slices has ended meanwhile, no key is a hit.
+        If the lease of the earlier slices has ended meanwhile, no key is a hit. Raises
+        LimitExceeded, or InvalidItem if the client has withdrawn the lookup.
         """
+        lookup.session.check_wanted(lookup.owner.grant_id)
         if lookup.lease is not None and not self.leases.is_open(lookup.lease):
             self.abandon(lookup)
             return False

@@ -294,17 +294,15 @@ class TierManager:
         *,
         request_id: str,
         expires_at: float,
-        retain_until: float = 0,
-        extends: StoreId | None = None,
-        more: bool = False,
         now: float = 0,
+        **options: Any,
     ) -> StoreAnswer:
         """Grants slots for the missing parts of this session's rank. See `StoreHandler.prepare`.
 
         Raises InvalidKey if a key names an unknown group, InvalidItem if the session has no rank.
         """
-        limits = {"expires_at": expires_at, "now": max(now, self._now), "retain_until": retain_until}
-        answer = self._stores.prepare(session, keys, request_id=request_id, extends=extends, more=more, **limits)
+        now = max(now, self._now)
+        answer = self._stores.prepare(session, keys, request_id=request_id, expires_at=expires_at, now=now, **options)
         self._sliced_work.continue_if(self._cpu_tier.needs_spare_room)
         return answer
 
