@@ -68,8 +68,11 @@ class Withdrawals:
                     return
                 session = self._queue[0][0]
                 batch = [grant_id for other, grant_id in self._queue if other is session][:_MAX_IDS]
-                request = cache_pb2.WithdrawGrantsRequest(session=session.ref, grant_ids=batch)
-                self._running = call = self._call.future(request, timeout=_CALL_SECONDS)
+            request = cache_pb2.WithdrawGrantsRequest(session=session.ref, grant_ids=batch)
+            # Not while holding the lock: `add` must not wait for gRPC.
+            self._running = call = self._call.future(request, timeout=_CALL_SECONDS)
+            if self._closing.is_set():  # `close` ran before this call existed
+                call.cancel()
             if not self._has_ended(call):
                 self._closing.wait(_RETRY_SECONDS)
                 continue

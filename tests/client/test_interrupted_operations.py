@@ -253,6 +253,8 @@ class _Alarm:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
+# Python ignores a KeyboardInterrupt within a destructor, and pytest warns of it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_keyboard_interrupts(route: tuple[Route, str]) -> None:
     """The synchronous client is interrupted at any moment of a store or a load."""
     server = route[0].server
