@@ -149,6 +149,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             raise LeaseNotFound(f"lease {lease.id} has expired")
         if request.release:
             self._core.release(session, lease.id)
+            self._runtime.run_commands()
         return cache_pb2.CompleteLoadResponse()
 
     async def ReleaseLease(
@@ -156,6 +157,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.ReleaseLeaseResponse:
         session = self._sessions.get(request.session, is_release=True)
         await self._long_calls.release(session, request.lease_ids)
+        self._runtime.run_commands()
         return cache_pb2.ReleaseLeaseResponse()
 
     async def Touch(
@@ -322,8 +324,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 retain_until=self._retain_until(session, options.request_id, options.retain_for),
                 conversation=self._core.requests.conversation_of(session, options.request_id),
                 grant_id=options.grant_id,
+                may_wait=options.deadline > self._runtime.now(),
             )
-            found = await self._long_calls.look_up(lookup, options.lease_seconds)
+            found = await self._long_calls.look_up(lookup, options.lease_seconds, options.deadline)
         finally:
             self._sources.withdraw(session, located)
         remaining = options.deadline - self._runtime.now()

@@ -36,6 +36,8 @@ _LOOKUP_SLICE = 256
 """A lookup takes 1 to 2 µs per key."""
 _READ_SLICE = 1024
 """To read the slot of a block takes 0.3 µs."""
+_RETRY_SECONDS = 0.005
+"""Shortest time between two attempts of a lookup that waits for room."""
 _UNPIN_SLICE = 8192
 """Blocks of released leases per slice: 0.1 µs per block."""
 _LEASE_COST = 16
@@ -126,11 +128,18 @@ class LongCalls:
             if not number % _FLUSH_SLICE:
                 await self._scheduler.turn(session)
 
-    async def look_up(self, lookup: SlicedLookup, lease_seconds: float) -> LookupAnswer:
-        """Performs a lookup. If the call is cancelled or fails, no lease remains."""
+    async def look_up(self, lookup: SlicedLookup, lease_seconds: float, deadline: float = 0.0) -> LookupAnswer:
+        """Performs a lookup. If the call is cancelled or fails, no lease remains.
+
+        If the lookup may wait for room, it waits until the deadline.
+        """
         handler, more, turn_ends = self._core.lookup_handler, True, 0.0
         try:
+            if lookup.may_wait and handler.must_queue(lookup):
+                await self._wait_for_room(lookup, deadline)
             while more:
+                if lookup.lacks_room:
+                    await self._wait_for_room(lookup, deadline)
                 if len(lookup.keys) > _LOOKUP_SLICE and time.monotonic() >= turn_ends:
                     turn_ends = await self._scheduler.turn(lookup.session)
                 now = self._runtime.now()
@@ -140,7 +149,31 @@ class LongCalls:
             handler.abandon(lookup)
             self._runtime.run_commands()
             raise
+        finally:
+            if lookup.waiter is not None:
+                handler.room.leave(lookup.waiter, self._runtime.now())
+                self._runtime.run_commands()
         return lookup.answer()
+
+    async def _wait_for_room(self, lookup: SlicedLookup, deadline: float) -> None:
+        """Waits until the lookup may try again. After the deadline it may not wait again."""
+        room = self._core.lookup_handler.room
+        if lookup.waiter is None:
+            lookup.waiter = room.enter(lookup.session, self._runtime.now())
+        elif lookup.is_over_budget:
+            room.yield_turn(lookup.waiter)
+        self._runtime.run_commands()
+        tried_at = self._runtime.now()
+        while lookup.waiter is not None and (remaining := deadline - self._runtime.now()) > 0:
+            if lookup.waiter.is_offered:
+                # So that a lookup that needs many blocks does not try again for each of them.
+                await asyncio.sleep(min(remaining, max(0.0, tried_at + _RETRY_SECONDS - self._runtime.now())))
+                await self._scheduler.turn(lookup.session)
+                lookup.waiter.is_offered = False
+                return
+            await self._runtime.wait_for(lookup.waiter, remaining)
+            self._sessions.check(lookup.session)
+        lookup.may_wait = False
 
     async def prefetch(self, prefetch: SlicedLookup, lease_seconds: float) -> PrefetchAnswer:
         """Performs a prefetch. If the call is cancelled or fails, its promotions continue."""

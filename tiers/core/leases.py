@@ -16,6 +16,7 @@ from ..base import NamespaceId
 from ..errors import InvalidItem, LeaseNotFound, NotOwner, NotReady
 from ..types import EngineKey, EngineSession, KeyStatus, LeaseId, MissReason, Owner, tenant_of
 from .block import Block
+from .commands import Waiter
 from .conversations import Conversation
 from .cpu_tier import CpuTier
 from .prefetches import PrefetchProgress
@@ -184,6 +185,13 @@ class SlicedLookup:
     keys."""
     prefetch: PrefetchProgress | None = None
     conversation: Conversation | None = None
+    may_wait: bool = False
+    lacks_room: bool = False
+    """Whether the last slice ended before the first block for which there was no room."""
+    is_over_budget: bool = False
+    """Whether the leases of the tenant pin as much as they may. Then other tenants may have room."""
+    waiter: Waiter | None = None
+    """Place in the room queue, if the lookup waits for room."""
     user: Hashable = None
     """The request, for eviction policies. A lookup in slices counts as one use of its blocks."""
 
@@ -216,6 +224,8 @@ class LeaseTable:
         """Number of items by the tag of the tenant, with the costs of leases and pending items."""
         self._pending_unpins: list[tuple[list[Block | None], int]] = []
         """Items of ended leases, and how many leading ones are still pinned."""
+        self.leased_bytes: Counter[bytes] = Counter()
+        """Bytes of the blocks that leases pin, by the tag of the tenant. A block counts once."""
         self._new_ids = new_ids
 
     def __len__(self) -> int:
@@ -274,11 +284,33 @@ class LeaseTable:
             if block is not None and not block.ready:
                 lease.pending += 1
                 self._waiting.setdefault(block, {}).setdefault(lease, []).append(item)
+        tenant = tenant_of(lease.owner.engine[0])
+        self._count_blocks(items, tenant)
         lease.items += items
         lease.hits += len(items) - items.count(None)
         lease.sources += sources
         self._items[lease.owner.session_id] += len(items)
-        self._tenant_items[tenant_of(lease.owner.engine[0])] += len(items) + PENDING_COST * (lease.pending - pending)
+        self._tenant_items[tenant] += len(items) + PENDING_COST * (lease.pending - pending)
+
+    def _count_blocks(self, items: Sequence[Block | None], tenant: bytes) -> None:
+        nbytes = 0
+        for block in items:
+            if block is not None:
+                block.leases += 1
+                if block.leases == 1:
+                    nbytes += block.allocated_bytes
+        self.leased_bytes[tenant] += nbytes
+
+    def _unpin(self, blocks: Sequence[Block]) -> None:
+        """Removes one pin of a lease per block."""
+        for block in blocks:
+            block.leases -= 1
+            if not block.leases:
+                tenant = tenant_of(block.namespace)
+                self.leased_bytes[tenant] -= block.allocated_bytes
+                if not self.leased_bytes[tenant]:
+                    del self.leased_bytes[tenant]
+        self._cpu_tier.unpin(blocks)
 
     def is_open(self, lease: BlockLease) -> bool:
         return self._leases.get(lease.id) is lease
@@ -311,7 +343,7 @@ class LeaseTable:
             pins += items[max(0, left - room) : left]
             if left > room:
                 self._pending_unpins.append((items, left - room))
-        self._cpu_tier.unpin(list(filter(None, pins)))
+        self._unpin(list(filter(None, pins)))
         return bool(self._pending_unpins)
 
     def _forget(self, lease: BlockLease) -> None:
@@ -354,7 +386,7 @@ class LeaseTable:
             if not block.ready:
                 lease.items[item] = None
                 lease.hits -= 1
-                self._cpu_tier.unpin([block])
+                self._unpin([block])
         return waited
 
     def __iter__(self) -> Iterator[BlockLease]:

@@ -134,6 +134,8 @@ class TierManager:
             new_ids=new_ids,
             continue_if=self._sliced_work.continue_if,
             commands=self._commands,
+            region_bytes=self._region_bytes,
+            leased_part=settings.leased_part,
         )
         self.handoffs = HandoffHandler(
             cpu_tier=self._cpu_tier,
@@ -167,6 +169,7 @@ class TierManager:
         self._sliced_work.pin_owners = (self._lookups.leases, self.handoffs, self._stores)
 
     def take_commands(self) -> list[Command]:
+        self._lookups.room.offer_if_changed()
         commands, self._commands[:] = self._commands.copy(), []
         return commands
 
@@ -292,7 +295,6 @@ class TierManager:
         session: EngineSession,
         keys: Sequence[bytes],
         *,
-        request_id: str,
         expires_at: float,
         now: float = 0,
         **options: Any,
@@ -302,7 +304,7 @@ class TierManager:
         Raises InvalidKey if a key names an unknown group, InvalidItem if the session has no rank.
         """
         now = max(now, self._now)
-        answer = self._stores.prepare(session, keys, request_id=request_id, expires_at=expires_at, now=now, **options)
+        answer = self._stores.prepare(session, keys, expires_at=expires_at, now=now, **options)
         self._sliced_work.continue_if(self._cpu_tier.needs_spare_room)
         return answer
 
