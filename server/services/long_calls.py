@@ -160,7 +160,7 @@ class LongCalls:
         room = self._core.lookup_handler.room
         if lookup.waiter is None:
             lookup.waiter = room.enter(lookup.session, self._runtime.now())
-        elif lookup.is_over_budget:
+        if lookup.waiter is not None and lookup.is_over_budget:
             room.yield_turn(lookup.waiter)
         self._runtime.run_commands()
         tried_at = self._runtime.now()

@@ -143,6 +143,7 @@ class LookupHandler:
         LimitExceeded, or InvalidItem if the client has withdrawn the lookup.
         """
         lookup.session.check_wanted(lookup.owner.grant_id)
+        lookup.lacks_room = False
         if lookup.lease is not None and not self.leases.is_open(lookup.lease):
             self.abandon(lookup)
             return False
@@ -161,13 +162,7 @@ class LookupHandler:
         else:
             if lookup.rest is None:
                 self.check_room(lookup.session, len(lookup.keys) - start)
-                lookup.lacks_room = False
-                self._find(lookup, keys, match)
-                if lookup.lacks_room:
-                    lookup.user = lookup if lookup.user is None else lookup.user
-                    keys = keys[: len(match.items)]
-                    if not keys:
-                        return True
+                keys = self._find(lookup, keys, match)
             runs, first_miss = self._misses.explain(lookup, keys, match)
             self._record(lookup, now, runs, first_miss)
             if lookup.prefetch is None:
@@ -278,14 +273,22 @@ class LookupHandler:
                 lease.record.fail(item, reason)
         return list(dict.fromkeys(lease for lease, _ in waited if not lease.pending))
 
-    def _find(self, lookup: SlicedLookup, keys: Sequence[bytes], match: LookupMatch) -> None:
-        """Pins the hits among the next keys of a lookup, and starts promotions."""
+    def _find(self, lookup: SlicedLookup, keys: Sequence[bytes], match: LookupMatch) -> Sequence[bytes]:
+        """Pins the hits among the next keys of a lookup, and starts promotions.
+
+        Returns the keys that it has looked up: if the lookup waits for room, those before the first
+        block without room.
+        """
         self._match(lookup.session.namespace, keys, lookup.excluded, match, prefix=lookup.prefix)
         if lookup.prefix and not match.retries and not match.deferred:
             found = lookup.position + len(match.items)
             if lookup.is_short or (found < lookup.min_hits and not lookup.counted):
                 self._discard_hits(match)
         self._placement.place(lookup, match)
+        if not lookup.lacks_room:
+            return keys
+        lookup.user = lookup if lookup.user is None else lookup.user
+        return keys[: len(match.items)]
 
     def _match(
         self,

@@ -6,7 +6,7 @@ for room, or if the leases of its tenant pin as much memory as they may.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from ..base import NamespaceId
 from ..eviction.quotas import TenantShare
@@ -81,6 +81,7 @@ class Placement:
         """
         if not match.promotions and limit is None:
             return 0, True
+        had_room = self._cpu_tier.has_more_room
         is_prefetch, stops = lookup.prefetch is not None, lookup.prefix or lookup.may_wait
         fitting = [block for position, _, block in match.promotions if limit is None or position < limit]
         wanted = fitting if self._room.may_take(lookup.session.namespace.id, lookup.waiter) else []
@@ -101,6 +102,7 @@ class Placement:
                 lookup.lacks_room, lookup.is_over_budget = True, first == limit
             else:
                 self._drop_unplaced(match, failed, first if lookup.prefix else limit)
+            self._cpu_tier.has_more_room = had_room  # what it drops makes no room for a waiting lookup
         self._transfers.promote(started, lookup.user)
         if is_prefetch:
             self.prefetches.started(block for _, block in started)
@@ -155,23 +157,17 @@ class Placement:
         del match.items[first:], match.sources[first:]
         match.ready = min(match.ready, first)
         match.reasons = {position: reason for position, reason in match.reasons.items() if position < first}
-        self._unpin(rest)
+        self._cpu_tier.unpin(list(filter(None, rest)))
 
     def _drop_unplaced(self, match: LookupMatch, failed: Collection[Block], first: int | None) -> None:
         """Turns blocks without room into misses, and all blocks from the position `first` on."""
         if first is not None:
             match.retries = [position for position in match.retries if position < first]
             match.ready = min(match.ready, first)
-        dropped: list[Block | None] = []
+        dropped: list[Block] = []
         for position, block in enumerate(match.items):
             if block is not None and (block in failed or (first is not None and position >= first)):
                 match.items[position] = None
                 match.reasons[position] = MissReason.NO_ROOM
                 dropped.append(block)
-        self._unpin(dropped)
-
-    def _unpin(self, blocks: Sequence[Block | None]) -> None:
-        """Unpins blocks of this lookup, which makes no room for its waiting."""
-        had_room, self._cpu_tier.has_more_room = self._cpu_tier.has_more_room, False
-        self._cpu_tier.unpin(list(filter(None, blocks)))
-        self._cpu_tier.has_more_room = had_room
+        self._cpu_tier.unpin(dropped)

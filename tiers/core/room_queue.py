@@ -9,6 +9,7 @@ it for ever. The other waiters of a line pin nothing, unless they ran out of roo
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..base import NamespaceId
@@ -28,6 +29,8 @@ class _Line:
     tenants: dict[bytes, dict[bytes, dict[Waiter, None]]] = field(default_factory=dict)
     """Waiters by the tag of their tenant and by session. The next tenant and session come first."""
     head: Waiter | None = None
+    last: tuple[bytes, bytes] = (b"", b"")
+    """Tenant and session of the last head. Others that wait come before them."""
     in_vain: set[Waiter] = field(default_factory=set)
     """Heads that have given up their turn since the last change of the room."""
 
@@ -118,9 +121,15 @@ class RoomQueue:
     @staticmethod
     def _next(line: _Line) -> Waiter:
         """Returns the next waiter, and moves its session and tenant behind the others."""
-        tenant, sessions = next(iter(line.tenants.items()))
-        session_id, waiters = next(iter(sessions.items()))
-        del sessions[session_id], line.tenants[tenant]
-        sessions[session_id] = waiters
-        line.tenants[tenant] = sessions
+        tenant = _first_but(line.last[0], line.tenants)
+        sessions = line.tenants.pop(tenant)
+        session_id = _first_but(line.last[1], sessions)
+        waiters = sessions.pop(session_id)
+        line.tenants[tenant], sessions[session_id] = sessions, waiters
+        line.last = (tenant, session_id)
         return next(iter(waiters))
+
+
+def _first_but(last: bytes, waiting: Iterable[bytes]) -> bytes:
+    """Returns the first one, but not the last one again unless it is the only one."""
+    return next((each for each in waiting if each != last), last)
