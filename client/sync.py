@@ -170,7 +170,7 @@ class Client(ConnectionState):
         Args:
             keys: keys made by `make_key`, in token order.
             request_id: owner of the lease; `finish_request` releases it.
-            wait: seconds to wait for blocks that are being written or promoted.
+            wait: seconds to wait for room, and for blocks that are being written or promoted.
             prefix: whether all keys after the first miss count as misses.
             lease: duration of the lease in seconds; None: the server's default.
             exclude: tiers that the lookup does not use.

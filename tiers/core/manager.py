@@ -411,12 +411,12 @@ class TierManager:
         cpu = self._cpu_tier.stats(CPU_TIER, self._region_bytes, hits=hits[0], misses=keys - hits[0])
         tiers = (cpu, *(secondary.stats(hits[secondary.index]) for secondary in self._transfers.secondaries))
         if self._miss_ratio_curves is not None:
-            curve_of = self._miss_ratio_curves.of
-            tiers = tuple(replace(tier, estimates=curve_of(number)) for number, tier in enumerate(tiers))
+            tiers = tuple(replace(tier, estimates=self._miss_ratio_curves.of(n)) for n, tier in enumerate(tiers))
         return ManagerStats(
             tiers=tiers,
             leases=len(self._lookups.leases),
             oldest_lease_seconds=self._lookups.leases.oldest_age(self._now),
+            room=self._lookups.room.stats(),
             expired_leases=self._expired_leases,
             expired_stores=self._expired_stores,
             stores=len(self._stores.table),

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..base import NamespaceId
 from ..eviction.quotas import TenantShare
+from ..stats.snapshots import RoomStats
 from ..types import EngineSession, tenant_of
 from .commands import Command, RoomOffered, Waiter
 from .cpu_tier import CpuTier
@@ -37,10 +38,7 @@ class _Line:
 
 class RoomQueue:
     def __init__(self, cpu_tier: CpuTier, commands: list[Command]) -> None:
-        self.waits = 0
-        """Number of waits that have begun."""
-        self.waited_seconds = 0.0
-        """Duration of all waits that have ended."""
+        self._stats = RoomStats()
         self._cpu_tier = cpu_tier
         self._share_of = cpu_tier.queues.shares.of
         self._commands = commands
@@ -50,13 +48,16 @@ class RoomQueue:
     def __len__(self) -> int:
         return self._per_tenant.total()
 
+    def stats(self) -> RoomStats:
+        return replace(self._stats, waiting=len(self))
+
     def enter(self, session: EngineSession, now: float) -> Waiter | None:
         """Adds a waiter; returns None if its tenant has too many. Call `leave` at the end."""
         tenant = tenant_of(session.namespace.id)
         if self._per_tenant[tenant] >= MAX_WAITERS:
             return None
         self._per_tenant[tenant] += 1
-        self.waits += 1
+        self._stats.waits += 1
         waiter = Waiter(session.id, session.namespace.id, now)
         line = self._lines.setdefault(self._share_of(session.namespace.id), _Line())
         line.tenants.setdefault(tenant, {}).setdefault(session.id, {})[waiter] = None
@@ -73,7 +74,7 @@ class RoomQueue:
             del sessions[waiter.session_id]
         if not sessions:
             del line.tenants[tenant]
-        self.waited_seconds += max(0.0, now - waiter.since)
+        self._stats.waited_seconds += max(0.0, now - waiter.since)
         self._per_tenant[tenant] -= 1
         if not self._per_tenant[tenant]:
             del self._per_tenant[tenant]
