@@ -135,7 +135,8 @@ class CacheServiceServicer(object):
 
         A block that only a secondary tier has is HIT_PENDING, and the server starts to promote it.
         Without `wait` the call returns at once. With `wait` it returns when each of these keys is a
-        hit or a miss, or when the time has passed.
+        hit or a miss, or when the time has passed. If the CPU tier has no room for a promotion, the
+        call waits for room too, first come first served.
 
         Errors: INVALID_KEY, TOO_MANY_KEYS, LIMIT_EXCEEDED (release leases first).
         """
