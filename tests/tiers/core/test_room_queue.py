@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from core_rig import HIT, MISS, Rig, keys
+from core_rig import HIT, MISS, Rig, keys, ready_blocks
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome
@@ -16,7 +18,7 @@ from kvtier.tiers.core.room_queue import MAX_WAITERS
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.errors import InvalidItem
 from kvtier.tiers.eviction.quotas import Tenant
-from kvtier.tiers.types import EngineSession, NamespaceSpec
+from kvtier.tiers.types import EngineSession, NamespaceSpec, tenant_of
 
 SLOTS = EXTENT // 4096
 ALICE, BOB = b"A" * 16, b"B" * 16
@@ -263,3 +265,123 @@ def test_lookups_after_a_withdrawal() -> None:
         rig.core.lookup_handler.begin(rig.session, keys(1), request_id="", prefix=True, grant_id=7)
     with pytest.raises(InvalidItem):
         rig.core.prepare_store(rig.session, keys(1), request_id="", expires_at=60, grant_id=7)
+
+
+class Turmoil:
+    """Clients of three tenants that look up, read, release, cancel and wait in a random order."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.crowd = Crowd(part=self.rng.choice((0.3, 0.5, 1.0)))
+        self.tenants = (ALICE, BOB, b"C" * 16)
+        self.sessions = [self.crowd.open(f"{n}", self.rng.choice(self.tenants)) for n in range(12)]
+        self.holders: list[SlicedLookup] = []
+        self.waiting: list[SlicedLookup] = []
+        self.overtaken: dict[SlicedLookup, int] = {}
+        """Per waiting lookup the number of lookups of its session that began later and got room."""
+        for tenant in self.tenants:
+            self.crowd.put_on_disk(self.crowd.open(f"writer {tenant!r}", tenant), keys(*range(3 * SLOTS)))
+
+    def look_up(self) -> None:
+        start = self.rng.randrange(3 * SLOTS - 12)
+        names = keys(*range(start, start + self.rng.randrange(1, 12)))
+        lookup = self.crowd.begin(self.rng.choice(self.sessions), names, may_wait=self.rng.random() < 0.8)
+        if lookup.may_wait and self.crowd.core.lookup_handler.must_queue(lookup):
+            lookup.waiter = self.crowd.room.enter(lookup.session, self.crowd.now)
+            self._began_to_wait(lookup)
+        else:
+            self._step(lookup)
+
+    def _began_to_wait(self, lookup: SlicedLookup) -> None:
+        self.waiting.append(lookup)
+        self.overtaken[lookup] = 0
+
+    def _step(self, lookup: SlicedLookup) -> None:
+        before, has_waited = lookup.position, lookup.waiter is not None
+        while self.crowd.step(lookup):
+            if lookup.lacks_room:
+                break
+        if lookup.lacks_room:
+            if not has_waited:
+                self._began_to_wait(lookup)
+            return
+        if has_waited:
+            self._served(lookup)
+        assert lookup.position >= before
+        if lookup.lease is not None:
+            self.holders.append(lookup)
+
+    def _served(self, lookup: SlicedLookup) -> None:
+        assert lookup.waiter is not None
+        self.waiting.remove(lookup)
+        del self.overtaken[lookup]
+        for other in self.waiting:
+            self.overtaken[other] += other.session is lookup.session and other.waiter.since < lookup.waiter.since
+        self.crowd.room.leave(lookup.waiter, self.crowd.now)
+        lookup.waiter = None
+        self.crowd.run()
+
+    def retry(self) -> None:
+        for lookup in [each for each in self.waiting if each.waiter is not None and each.waiter.is_offered]:
+            assert lookup.waiter is not None
+            lookup.waiter.is_offered = False
+            self._step(lookup)
+
+    def release(self) -> None:
+        if self.holders:
+            self.crowd.end(self.holders.pop(self.rng.randrange(len(self.holders))))
+
+    def cancel(self) -> None:
+        if self.waiting:
+            lookup = self.waiting.pop(self.rng.randrange(len(self.waiting)))
+            del self.overtaken[lookup]
+            self.crowd.end(lookup)
+
+    def withdraw(self) -> None:
+        """A client withdraws a grant: the lease ends, also that of a paused lookup."""
+        found = [each for each in (*self.holders, *self.waiting) if each.lease is not None]
+        leases = [each.lease for each in found if self.crowd.core.lookup_handler.leases.is_open(each.lease)]
+        if leases:
+            self.crowd.core.lookup_handler.end([self.rng.choice(leases)])
+            self.crowd.run()
+
+    def check(self) -> None:
+        core, leased = self.crowd.core, Counter[bytes]()
+        pinned = {block for lease in core.leases() for block in lease.items if block is not None}
+        for block in pinned:
+            leased[tenant_of(block.namespace)] += block.allocated_bytes
+        assert core.lookup_handler.leases.leased_bytes == leased
+        bound = self.crowd.part * EXTENT
+        assert all(nbytes <= bound for nbytes in leased.values())
+        assert len(self.crowd.room) == len(self.waiting) == core.stats().room.waiting
+        assert max(self.overtaken.values(), default=0) == 0, "first come first served within a session"
+        if not self.waiting:
+            assert not self.crowd.room._lines
+
+    def end(self) -> None:
+        """When all leases end, each waiting lookup is served in turn, and nothing is left."""
+        while self.holders:
+            self.release()
+        for _ in range(10 * len(self.waiting) + 10):
+            self.retry()
+            while self.holders:
+                self.release()
+            self.crowd.now += 1
+            self.crowd.core.tick(self.crowd.now)
+            self.crowd.run()
+        assert not self.waiting, f"{len(self.waiting)} lookups starve"
+        self.check()
+        assert not self.crowd.core.leases()
+        assert not any(block.pins for block in ready_blocks(self.crowd.core))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_turmoil(seed: int) -> None:
+    """No lookup starves or overtakes, and nothing leaks, whatever clients do."""
+    turmoil = Turmoil(seed)
+    events = (turmoil.look_up, turmoil.retry, turmoil.release, turmoil.cancel, turmoil.withdraw)
+    for step in range(150):
+        turmoil.rng.choices(events, (6, 6, 4, 1, 1))[0]()
+        turmoil.check()
+        turmoil.crowd.now += step % 2
+    turmoil.end()
