@@ -169,7 +169,7 @@ class TierRuntime:
         self.notify_change()
 
     async def wait_for(self, name: LeaseId | HoldName | bytes | Waiter | None, seconds: float) -> None:
-        """Waits, at most `seconds`, for an event of a lease, a hold, a scope of the log or a waiter.
+        """Waits, at most `seconds`, for an event of a lease, hold, scope of the log or waiter.
 
         The event of a lease: no block of the lease is pending any more, or the lease has ended. The
         event of a hold: the hold has changed or ended. The event of a scope: the log has an event

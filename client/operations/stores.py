@@ -111,7 +111,7 @@ class StoreOperations(Base):
             try:
                 if (yield from self._push(writing, sources)):
                     return
-            except BaseException as error:  # the store must not stay open, even after a cancellation
+            except BaseException as error:  # a cancellation must not leave the store open either
                 yield from self.abort_write(writing, error)
                 raise
         yield from self._complete_store(session, request, writing.grant_id)

@@ -177,7 +177,7 @@ class SessionConnection:
             return
         try:
             self._withdrawals.add(session, grant_id)
-        except RuntimeError:  # no further thread can be started; the end of the session ends the grant too
+        except RuntimeError:  # no thread can be started; the end of the session ends the grant
             self.invalidate(session)
 
     def forked(self) -> None:

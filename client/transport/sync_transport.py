@@ -114,7 +114,7 @@ class GrpcTransport(ForkGuarded):
     def _stream(
         self, session: ClientSession, move: Callable[[GrpcStreams | SocketStreams, Callable[[Any], object]], Any]
     ) -> Any:
-        """Runs a stream. An interrupt cancels it, and is raised when it no longer uses the buffers."""
+        """Runs a stream. An interrupt cancels it, and is raised when the stream has ended."""
         if self._sockets.found:
             return self._sockets.stream(session, lambda streams: move(streams, lambda _: None))
         calls: list[Any] = []
@@ -142,11 +142,11 @@ class GrpcTransport(ForkGuarded):
 
 
 def _run_apart(work: Callable[[], Any], on_interrupt: Callable[[], object] | None = None) -> Any:
-    """Runs work with gRPC on a thread of its own if this is the main thread, which signals interrupt.
+    """Runs work with gRPC on a thread of its own if this is the main thread.
 
-    A KeyboardInterrupt within gRPC can leave a lock of its channel locked, so that no call of the
-    client ends any more. With `on_interrupt`, which shortens the work, waits for the end of the
-    work.
+    Signals interrupt the main thread. A KeyboardInterrupt within gRPC can leave a lock of its
+    channel locked, so that no call of the client ends any more. With `on_interrupt`, which shortens
+    the work, waits for the end of the work.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
@@ -165,7 +165,8 @@ def _run_apart(work: Callable[[], Any], on_interrupt: Callable[[], object] | Non
     try:
         done.get()
     except BaseException:
-        if on_interrupt is not None and not outcome:  # the interrupt can also come after the end of `get`
+        # The interrupt can also come after the end of `get`.
+        if on_interrupt is not None and not outcome:
             on_interrupt()
             done.get()
         raise

@@ -15,7 +15,7 @@ import pytest
 from harness.auth_site import make_site
 from harness.bulk import Route, tls_route, wait_for_bulk
 from harness.payloads import filled, is_payload, key_of, namespace_of, payload
-from harness.polling import wait_until
+from harness.polling import async_wait_until, wait_until
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import (
@@ -177,6 +177,34 @@ async def test_lookups_without_an_answer_in_time(route: tuple[Route, str]) -> No
         kept.server.resume()
         assert all(isinstance(error, DeadlineExceeded) for error in errors), errors
         kept.client._operations._timeouts = PATIENT
+        await kept.check()
+
+
+async def test_leases_are_renewed_after_a_stop(route: tuple[Route, str]) -> None:
+    """Renewals that get no answer cost nothing; one after the stop extends the lease."""
+    async with bystander(route, HASTY) as kept:
+        kept.server.suspend()
+        for _ in range(2):
+            with pytest.raises(DeadlineExceeded):
+                await kept.client.touch(kept.lease.id, lease=300)
+        kept.server.resume()
+        kept.client._operations._timeouts = PATIENT
+        assert await kept.client.touch(kept.lease.id, lease=300) == []
+        await kept.check()
+
+
+async def test_the_end_of_one_connection(route: tuple[Route, str]) -> None:
+    """If the connection of a call breaks, the call raises, and the session lives."""
+    async with bystander(route) as kept:
+        calls = kept.client._transport._current_socket_calls()
+        if calls is None:
+            pytest.skip("calls over gRPC share one connection with the session")
+        task = asyncio.ensure_future(kept.client.claim(HoldName("other", "request"), wait=60))
+        await async_wait_until(lambda: bool(calls._busy))
+        for connection in calls._busy:
+            connection.writer.transport.abort()
+        with pytest.raises(KVTierError):
+            await asyncio.wait_for(task, 60)
         await kept.check()
 
 

@@ -86,7 +86,7 @@ class Flood:
 
 
 def test_pinned_blocks(site: Site) -> None:
-    """The attacker leases its blocks again and again; the victim finds room without a wait for it."""
+    """The attacker leases its blocks again and again; the victim finds room without a wait."""
     with _client(site, "acme-far") as attacker, _client(site, "zeta-engine") as victim:
         leases = [attacker.lookup(ATTACKERS, lease=600, prefix=False) for _ in range(20)]
         assert sum(status == 1 for status in leases[-1].statuses) < BLOCKS

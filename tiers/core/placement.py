@@ -102,7 +102,8 @@ class Placement:
                 lookup.lacks_room, lookup.is_over_budget = True, first == limit
             else:
                 self._drop_unplaced(match, failed, first if lookup.prefix else limit)
-            self._cpu_tier.has_more_room = had_room  # what it drops makes no room for a waiting lookup
+            # The blocks that this lookup drops make no room for the waiting lookups.
+            self._cpu_tier.has_more_room = had_room
         self._transfers.promote(started, lookup.user)
         if is_prefetch:
             self.prefetches.started(block for _, block in started)

@@ -1,4 +1,4 @@
-"""Lookups that wait for room in the CPU tier: their order, what they pin, and the bound of leases."""
+"""Lookups that wait for room in the CPU tier: order, pins, and the bound of leases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def spec_of(tenant: bytes) -> NamespaceSpec:
 
 @dataclass
 class Crowd:
-    """Clients of one core, whose prefixes of four blocks are on the disk and not in the CPU tier."""
+    """Clients of one core, whose blocks are on the disk and not in the CPU tier."""
 
     part: float = 1.0
     tenants: list[Tenant] = field(default_factory=list)
@@ -163,7 +163,7 @@ def test_a_lookup_without_a_wait_takes_no_room_of_a_waiter() -> None:
 
 
 def test_the_head_keeps_what_it_gets() -> None:
-    """A lookup that needs much room gets it bit by bit, whatever the others do."""
+    """A lookup that needs much room gets it bit by bit, although others look up too."""
     crowd, holder, [lookup] = crowd_of([ALICE], blocks=8)
     assert holder.lease is not None
     # The holder exchanges its lease for one on fewer blocks.
@@ -219,7 +219,7 @@ def test_a_tenant_has_a_limit_of_waiters() -> None:
 
 
 def test_leases_of_a_tenant_pin_a_part() -> None:
-    """Blocks beyond the part are misses, also if they are in the CPU tier; other tenants have room."""
+    """Blocks beyond the part are misses, also in the CPU tier; other tenants have room."""
     crowd = Crowd(part=0.5)
     session = crowd.open("first")
     crowd.put_on_disk(session, keys(*range(SLOTS)))
@@ -377,7 +377,7 @@ class Turmoil:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_turmoil(seed: int) -> None:
-    """No lookup starves or overtakes, and nothing leaks, whatever clients do."""
+    """No lookup starves or overtakes, and nothing leaks."""
     turmoil = Turmoil(seed)
     events = (turmoil.look_up, turmoil.retry, turmoil.release, turmoil.cancel, turmoil.withdraw)
     for step in range(150):
