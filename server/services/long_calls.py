@@ -34,6 +34,8 @@ _STORE_SLICE = 256
 """A store takes 2 to 3 µs per key at its begin, and 4 to 6 µs at its end."""
 _LOOKUP_SLICE = 256
 """A lookup takes 1 to 2 µs per key."""
+_WAITING_SLICE = 16
+"""The same for a lookup that waits for room: the later blocks of a slice are not evicted for it."""
 _READ_SLICE = 1024
 """To read the slot of a block takes 0.3 µs."""
 _RETRY_SECONDS = 0.005
@@ -143,7 +145,8 @@ class LongCalls:
                 if len(lookup.keys) > _LOOKUP_SLICE and time.monotonic() >= turn_ends:
                     turn_ends = await self._scheduler.turn(lookup.session)
                 now = self._runtime.now()
-                more = handler.look_up_slice(lookup, _LOOKUP_SLICE, expires_at=now + lease_seconds, now=now)
+                size = _LOOKUP_SLICE if lookup.waiter is None else _WAITING_SLICE
+                more = handler.look_up_slice(lookup, size, expires_at=now + lease_seconds, now=now)
                 self._runtime.run_commands()
         except BaseException:  # also a cancellation: the client never gets the lease's id
             handler.abandon(lookup)

@@ -97,7 +97,8 @@ class Placement:
         first = min(failed.values(), default=limit)
         first = limit if first is None or (limit is not None and limit < first) else first
         if first is not None:
-            if lookup.may_wait and not match.retries:
+            lookup.may_wait = lookup.may_wait and not match.retries and self._may_fit(lookup, match, first)
+            if lookup.may_wait:
                 self._truncate(match, first)
                 lookup.lacks_room, lookup.is_over_budget = True, first == limit
             else:
@@ -145,12 +146,27 @@ class Placement:
             return None
         namespace = lookup.session.namespace.id
         left = self._bound(self._cpu_tier.queues.shares.of(namespace)) - self._leases.leased_bytes[tenant_of(namespace)]
+        spec = lookup.session.namespace
+        largest = self._cpu_tier.memory.slot_bytes_for(max(spec.part_bytes), spec.world_size) * spec.world_size
+        if left >= largest * len(match.items):
+            return None
         for position, block in enumerate(match.items):
             if block is not None and not block.leases:
                 left -= block.allocated_bytes
                 if left < 0:
                     return position
         return None
+
+    def _may_fit(self, lookup: SlicedLookup, match: LookupMatch, first: int) -> bool:
+        """Returns whether the hits up to the first one without room would fit without other leases.
+
+        Otherwise the lookup would wait in vain.
+        """
+        mine = {*match.items[: first + 1], *(lookup.lease.items if lookup.lease is not None else ())}
+        share = self._cpu_tier.queues.shares.of(lookup.session.namespace.id)
+        most = min(self._bound(share), self._cpu_tier.memory.available_bytes)
+        nbytes = sum(block.allocated_bytes for block in mine if block is not None)
+        return nbytes <= (most if share.limit is None else min(most, share.limit))
 
     def _truncate(self, match: LookupMatch, first: int) -> None:
         """Forgets the blocks from a position on, as if the lookup had not come to them."""

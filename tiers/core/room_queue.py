@@ -62,7 +62,8 @@ class RoomQueue:
         line = self._lines.setdefault(self._share_of(session.namespace.id), _Line())
         line.tenants.setdefault(tenant, {}).setdefault(session.id, {})[waiter] = None
         if line.head is None:
-            line.head = self._next(line)  # not offered: it has just found that there is no room
+            line.head = self._next(line)
+            self._offer(line.head)  # it may have kept itself out: it has unpinned its later blocks
         return waiter
 
     def leave(self, waiter: Waiter, now: float) -> None:

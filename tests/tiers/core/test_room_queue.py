@@ -65,13 +65,17 @@ class Crowd:
         return self.core.lookup_handler.begin(session, names, request_id="", prefix=True, may_wait=may_wait)
 
     def step(self, lookup: SlicedLookup) -> bool:
-        more = self.core.lookup_handler.look_up_slice(lookup, expires_at=60, now=self.now)
+        most = None if lookup.waiter is None else 4
+        more = self.core.lookup_handler.look_up_slice(lookup, most, expires_at=60, now=self.now)
         if lookup.lacks_room and lookup.waiter is None:
             lookup.waiter = self.room.enter(lookup.session, self.now)
+            if lookup.waiter is not None and lookup.waiter.is_offered:  # at once, because it kept itself out
+                lookup.waiter.is_offered = False
+                return self.step(lookup)
         if lookup.lacks_room and lookup.is_over_budget and lookup.waiter is not None:
             self.room.yield_turn(lookup.waiter)
         self.run()
-        return more
+        return self.step(lookup) if more and not lookup.lacks_room else more
 
     def end(self, lookup: SlicedLookup) -> None:
         """The client gives its lease back, after its answer or in the middle."""
@@ -112,13 +116,14 @@ def crowd_of(
         session = crowd.open(f"writer{number}", tenant)
         crowd.put_on_disk(session, keys(*range(500 + 10 * number, 500 + 10 * number + blocks)))
     holder, _ = full(crowd)
-    return crowd, holder, [waiting(crowd, n, tenant=tenant, blocks=blocks) for n, tenant in enumerate(waiters)]
+    lookups = [waiting(crowd, n, tenant=tenant, blocks=blocks) for n, tenant in enumerate(waiters)]
+    crowd.offered.clear()
+    return crowd, holder, lookups
 
 
 def test_waiters_come_first_come_first_served() -> None:
     """Only the head is offered room; each end of a wait offers it to the next."""
     crowd, holder, lookups = crowd_of([ALICE] * 4)
-    assert not crowd.offered
     crowd.end(holder)
     for lookup in lookups:
         assert crowd.offered.pop() is lookup.waiter
@@ -237,13 +242,29 @@ def test_leases_of_a_tenant_pin_a_part() -> None:
     assert len(crowd.core.lookup_handler.leases.leased_bytes) == 1
 
 
+@pytest.mark.parametrize("part", [0.5, 1.0])
+def test_a_lookup_that_can_never_fit_does_not_wait(part: float) -> None:
+    """A prefix of more than the memory, or than leases may pin, gets at once what fits."""
+    crowd = Crowd(part=part)
+    session = crowd.open("first")
+    names = keys(*range(2 * SLOTS))
+    crowd.put_on_disk(session, names)
+    lookup = crowd.begin(session, names)
+    assert not crowd.step(lookup)
+    assert not lookup.lacks_room
+    assert lookup.answer().lease is not None
+    assert int(part * SLOTS) - 8 <= lookup.answer().lease.hits <= int(part * SLOTS)  # type: ignore[union-attr]
+
+
 def test_a_tenant_at_its_bound_does_not_hold_the_line() -> None:
     """Its waiting lookup yields to another tenant's, which has room."""
     crowd = Crowd(part=0.5)
     alice, bob = crowd.open("a"), crowd.open("b", BOB)
     crowd.put_on_disk(bob, keys(*range(4)))
     crowd.put_on_disk(alice, keys(*range(SLOTS)))
-    lookup = crowd.begin(alice, keys(*range(SLOTS)))
+    held = crowd.begin(alice, keys(*range(SLOTS // 2)))
+    assert not crowd.step(held)
+    lookup = crowd.begin(alice, keys(*range(SLOTS // 2, SLOTS // 2 + 4)))
     assert crowd.step(lookup)
     assert lookup.is_over_budget
     theirs = crowd.begin(bob, keys(*range(4)))
@@ -298,9 +319,7 @@ class Turmoil:
 
     def _step(self, lookup: SlicedLookup) -> None:
         before, has_waited = lookup.position, lookup.waiter is not None
-        while self.crowd.step(lookup):
-            if lookup.lacks_room:
-                break
+        self.crowd.step(lookup)
         if lookup.lacks_room:
             if not has_waited:
                 self._began_to_wait(lookup)
