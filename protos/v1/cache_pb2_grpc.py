@@ -222,8 +222,8 @@ class CacheServiceServicer(object):
 
         A call whose `grant_id` is withdrawn before the server has finished it is refused with
         INVALID_ARGUMENT. The server remembers the last 256 ids that were withdrawn in a session. Other
-        unknown ids have no effect. When the client sends this request, it MUST have stopped to write to
-        the slots of these stores. The client repeats the request until it gets an answer.
+        unknown ids have no effect. When the client sends this request, it MUST have stopped to write
+        to the slots of these stores. The client repeats the request until it gets an answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

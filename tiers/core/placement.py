@@ -165,8 +165,8 @@ class Placement:
         mine = {*match.items[: first + 1], *(lookup.lease.items if lookup.lease is not None else ())}
         share = self._cpu_tier.queues.shares.of(lookup.session.namespace.id)
         most = min(self._bound(share), self._cpu_tier.memory.available_bytes)
-        nbytes = sum(block.allocated_bytes for block in mine if block is not None)
-        return nbytes <= (most if share.limit is None else min(most, share.limit))
+        nbytes: int = sum(block.allocated_bytes for block in mine if block is not None)
+        return nbytes <= most and not (share.limit is not None and nbytes > share.limit)
 
     def _truncate(self, match: LookupMatch, first: int) -> None:
         """Forgets the blocks from a position on, as if the lookup had not come to them."""
