@@ -45,7 +45,9 @@ ROUTES = {
 """Per name the kind of server, and the transport of the client."""
 
 
-@pytest.fixture(params=ROUTES)
+@pytest.fixture(
+    params=[pytest.param(name, marks=() if name in ("shm", "tcp") else pytest.mark.slow) for name in ROUTES]
+)
 def route(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Route, str]]:
     kind, transport = ROUTES[request.param]
     if kind == "tls":
