@@ -99,9 +99,10 @@ class Bystander:
 
 @contextlib.asynccontextmanager
 async def bystander(route: tuple[Route, str], timeouts: Timeouts = PATIENT) -> AsyncIterator[Bystander]:
-    async with AsyncClient(**options(route, timeouts)) as client:
+    async with AsyncClient(**options(route, PATIENT)) as client:
         made = Bystander(client, route[0].server)
         await made.begin()
+        client._operations._timeouts = timeouts
         yield made
 
 

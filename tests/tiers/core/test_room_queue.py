@@ -69,7 +69,7 @@ class Crowd:
         more = self.core.lookup_handler.look_up_slice(lookup, most, expires_at=60, now=self.now)
         if lookup.lacks_room and lookup.waiter is None:
             lookup.waiter = self.room.enter(lookup.session, self.now)
-            if lookup.waiter is not None and lookup.waiter.is_offered:  # at once, because it kept itself out
+            if lookup.waiter is not None and lookup.waiter.is_offered:  # it kept itself out
                 lookup.waiter.is_offered = False
                 return self.step(lookup)
         if lookup.lacks_room and lookup.is_over_budget and lookup.waiter is not None:
