@@ -109,7 +109,7 @@ class AsyncClient(ConnectionState):
         self.timeouts = timeouts or Timeouts()
         identity = ClientIdentity(namespace, name, self.engine_id, rank, transport, pin, published)
         self._transport = backend or AsyncGrpcTransport(endpoint, identity, self.timeouts, credentials)
-        self._operations = Operations(namespace, self.timeouts, self._transport.invalidate, pin)
+        self._operations = Operations(namespace, self.timeouts, self._transport, pin)
 
     async def wait_until_connected(self, timeout: float | None = None) -> None:
         """Waits `timeout` s (`Timeouts.connect`) for a session, or until a `permanent` refusal."""
@@ -174,7 +174,7 @@ class AsyncClient(ConnectionState):
         Args:
             keys: keys made by `make_key`, in token order.
             request_id: owner of the lease; `finish_request` releases it.
-            wait: seconds to wait for blocks that are being written or promoted.
+            wait: seconds to wait for room, and for blocks that are being written or promoted.
             prefix: whether all keys after the first miss count as misses.
             lease: duration of the lease in seconds; None: the server's default.
             exclude: tiers that the lookup does not use.
@@ -253,9 +253,8 @@ class AsyncClient(ConnectionState):
             )
             try:
                 yield writing.batch
-            except BaseException:
-                with contextlib.suppress(KVTierError):
-                    await self._run(self._operations.end_write(writing, abort=True))
+            except BaseException as error:
+                await self._run(self._operations.abort_write(writing, error))
                 raise
             await self._run(self._operations.end_write(writing))
 

@@ -90,5 +90,12 @@ class Transport(Protocol):
     def invalidate(self, session: ClientSession) -> None:
         """Ends a session that the server no longer knows."""
 
+    def withdraw(self, session: ClientSession, grant_id: int) -> None:
+        """Ends the lease or store that a call was granted, although its answer is not known.
+
+        Returns at once; a background thread calls the server until it answers. The caller must have
+        stopped to access the slots of the grant.
+        """
+
     def close(self) -> Any:
         """Ends the session."""

@@ -106,7 +106,7 @@ class Client(ConnectionState):
         self.timeouts = timeouts or Timeouts()
         identity = ClientIdentity(namespace, name, self.engine_id, rank, transport, pin, published)
         self._transport = backend or GrpcTransport(endpoint, identity, self.timeouts, credentials)
-        self._operations = Operations(namespace, self.timeouts, self._transport.invalidate, pin)
+        self._operations = Operations(namespace, self.timeouts, self._transport, pin)
 
     def wait_until_connected(self, timeout: float | None = None) -> None:
         """Waits `timeout` s (`Timeouts.connect`) for a session, or until a `permanent` refusal."""
@@ -171,7 +171,7 @@ class Client(ConnectionState):
         Args:
             keys: keys made by `make_key`, in token order.
             request_id: owner of the lease; `finish_request` releases it.
-            wait: seconds to wait for blocks that are being written or promoted.
+            wait: seconds to wait for room, and for blocks that are being written or promoted.
             prefix: whether all keys after the first miss count as misses.
             lease: duration of the lease in seconds; None: the server's default.
             exclude: tiers that the lookup does not use.
@@ -248,9 +248,8 @@ class Client(ConnectionState):
             writing = self._run(self._operations.begin_write(held, keys, request_id=request_id, retain_for=retain_for))
             try:
                 yield writing.batch
-            except BaseException:
-                with contextlib.suppress(KVTierError):
-                    self._run(self._operations.end_write(writing, abort=True))
+            except BaseException as error:
+                self._run(self._operations.abort_write(writing, error))
                 raise
             self._run(self._operations.end_write(writing))
 

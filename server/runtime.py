@@ -32,7 +32,9 @@ from ..tiers.core.commands import (
     LoadFromTier,
     LookupInTier,
     RemoveFromTier,
+    RoomOffered,
     StoreInTier,
+    Waiter,
 )
 from ..tiers.core.manager import TierManager
 from ..tiers.core.settings import TierSettings
@@ -110,7 +112,7 @@ class TierRuntime:
         self._stall_seconds = stall_seconds
         self._stall_watch_from = 0.0
         """New stalls are detected from this time on. The end of a stall is always detected."""
-        self._waiting: dict[LeaseId | HoldName | bytes | None, list[asyncio.Future[None]]] = defaultdict(list)
+        self._waiting: dict[LeaseId | HoldName | bytes | Waiter | None, list[asyncio.Future[None]]] = defaultdict(list)
         self._observe_failure: Callable[[str], object] = lambda _: None
         self._slice_failed = False
         self._slice_seconds = 0.0
@@ -166,12 +168,12 @@ class TierRuntime:
         self.run_commands()
         self.notify_change()
 
-    async def wait_for(self, name: LeaseId | HoldName | bytes | None, seconds: float) -> None:
-        """Waits, at most `seconds`, for an event of a lease, a hold or a scope of the event log.
+    async def wait_for(self, name: LeaseId | HoldName | bytes | Waiter | None, seconds: float) -> None:
+        """Waits, at most `seconds`, for an event of a lease, hold, scope of the log or waiter.
 
         The event of a lease: no block of the lease is pending any more, or the lease has ended. The
         event of a hold: the hold has changed or ended. The event of a scope: the log has an event
-        after the events that were read.
+        after the events that were read. The event of a waiter: there may be room for it.
         """
         future = self._loop.create_future()
         self._waiting[name].append(future)
@@ -314,14 +316,14 @@ class TierRuntime:
                 self._workers[tier - 1].look_up(keys, partial(self._call_loop, self._answered, job_id))
             case RemoveFromTier(tier, keys):
                 self._workers[tier - 1].remove(keys)
-            case LeaseSettled(name) | HoldChanged(name) | EventsRecorded(name):
+            case LeaseSettled(name) | HoldChanged(name) | EventsRecorded(name) | RoomOffered(name):
                 self._wake(name)
             case EndReaders(lease_id):
                 self.end_readers(lease_id)
             case ContinueWork():
                 self._schedule_slice()
 
-    def _wake(self, name: LeaseId | HoldName | bytes | None) -> None:
+    def _wake(self, name: LeaseId | HoldName | bytes | Waiter | None) -> None:
         for future in self._waiting.pop(name, ()):
             if not future.done():
                 future.set_result(None)

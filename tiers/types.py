@@ -64,6 +64,10 @@ class DurableStatus(enum.IntEnum):
     VOLATILE = 3
 
 
+MAX_WITHDRAWN = 256
+"""Number of withdrawn grants that a session remembers, about 60 bytes each."""
+
+
 @dataclass(slots=True, eq=False)
 class EngineSession:
     id: bytes
@@ -78,6 +82,18 @@ class EngineSession:
     """Number of the first store that the process cannot fill through a mapping of the region. The
     server sets it. It is infinite while the region is mapped, and for callers without a server."""
     requests: set[str] = field(default_factory=set)
+    withdrawn: dict[int, None] = field(default_factory=dict)
+    """The last ids of grants that the client has withdrawn. Their calls may arrive later."""
+
+    def check_wanted(self, grant_id: int) -> None:
+        """Raises InvalidItem if the client has withdrawn the grant."""
+        if grant_id in self.withdrawn:
+            raise InvalidItem(f"the client has withdrawn grant {grant_id}")
+
+    def withdraw(self, grant_id: int) -> None:
+        self.withdrawn[grant_id] = None
+        if len(self.withdrawn) > MAX_WITHDRAWN:
+            del self.withdrawn[next(iter(self.withdrawn))]
 
     @property
     def engine(self) -> EngineKey:
@@ -247,6 +263,12 @@ class Owner:
     engine: EngineKey
     session_id: bytes
     request_id: str
+    grant_id: int = 0
+    """Id that the client chose for the grant, unique within the session; 0: none."""
+
+    @property
+    def grant(self) -> tuple[bytes, int]:
+        return self.session_id, self.grant_id
 
     @property
     def engine_id(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, count
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -15,8 +15,8 @@ from google.protobuf.message import Message
 from ...cuda.host.copy import HostBuffer, addresses_of
 from ...cuda.host.pinning import Pin
 from ...protos.v1 import cache_pb2, common_pb2
-from ..effects import Call, Connect, Operation
-from ..errors import DeadlineExceeded, InvalidRequest, KVTierError, ServerError, SessionLost
+from ..effects import Call, Connect, Operation, Transport
+from ..errors import InvalidRequest, KVTierError, ServerError, SessionLost, Unavailable
 from ..namespace import Namespace
 from ..session.session import ClientSession
 from ..staging import StagingPool
@@ -33,17 +33,13 @@ _group_of: Callable[[bytes], bytes] = itemgetter(slice(-4, None))
 class Base:
     """Namespace, deadlines and staging buffers of one client."""
 
-    def __init__(
-        self,
-        namespace: Namespace,
-        timeouts: Timeouts,
-        invalidate: Callable[[ClientSession], None],
-        pin: Pin | None = None,
-    ) -> None:
-        """`invalidate` ends a session that the server does not know; `pin` pins staging buffers."""
+    def __init__(self, namespace: Namespace, timeouts: Timeouts, transport: Transport, pin: Pin | None = None) -> None:
+        """`pin` pins staging buffers."""
         self._namespace = namespace
         self._timeouts = timeouts
-        self._invalidate = invalidate
+        self._invalidate = transport.invalidate
+        self._withdraw = transport.withdraw
+        self._grant_ids = count(1)
         self._staging = StagingPool(pin)
         self._sizes_by_group = {
             number.to_bytes(4, "big"): group.part_bytes for number, group in enumerate(namespace.groups)
@@ -61,7 +57,7 @@ class Base:
         return (yield from self._call(session, method, request, wait or 0.0))
 
     def _prepare_store(
-        self, session: ClientSession, keys: Sequence[bytes], request_id: str, retain_for: float | None
+        self, session: ClientSession, keys: Sequence[bytes], request_id: str, retain_for: float | None, grant_id: int
     ) -> Operation[cache_pb2.PrepareStoreResponse]:
         request = message(
             cache_pb2.PrepareStoreRequest,
@@ -69,35 +65,63 @@ class Base:
             request_id=request_id,
             **key_fields(session, keys),
             retain_for=duration("retain_for", retain_for),
+            grant_id=grant_id,
         )
-        answer: cache_pb2.PrepareStoreResponse = yield from self._call_or_end_session(
-            session, "CacheService/PrepareStore", request
+        answer: cache_pb2.PrepareStoreResponse = yield from self._call_granting(
+            session, grant_id, "CacheService/PrepareStore", request
         )
         return answer
 
     def _call(self, session: ClientSession, method: str, request: Any, wait: float = 0.0) -> Operation[Any]:
         try:
             return (yield Call(method, request, self._timeouts.call + wait))
-        except SessionLost:
-            self._invalidate(session)
-            raise
-
-    def _call_or_end_session(self, session: ClientSession, method: str, request: Any) -> Operation[Any]:
-        """Performs a call that grants or returns slots.
-
-        If the outcome is unknown (no response in time, or the caller was cancelled), the client
-        ends the session, because the session could own slots that the client does not know.
-        """
-        try:
-            return (yield from self._call(session, method, request))
-        except BaseException as error:
-            if isinstance(error, DeadlineExceeded) or not isinstance(error, KVTierError):
+        except SessionLost as error:
+            if error.reason:  # otherwise only this call's connection has ended
                 self._invalidate(session)
             raise
 
-    def _complete_store(self, session: ClientSession, request: cache_pb2.CompleteStoreRequest) -> Operation[None]:
+    def _new_grant(self) -> int:
+        """Returns an id for the lease or store of a call, unique within the session."""
+        return next(self._grant_ids)
+
+    def _call_granting(
+        self, session: ClientSession, grant_id: int, method: str, request: Any, wait: float = 0.0
+    ) -> Operation[Any]:
+        """Performs a call that grants a lease or store, or ends a store.
+
+        If the answer is not known (no answer in time, or an interruption of the caller), the grant
+        ends in the background. So the failure costs no other operation.
+        """
+        try:
+            return (yield from self._call(session, method, request, wait))
+        except BaseException as error:
+            if not (isinstance(error, KVTierError) and error.reason):
+                self._withdraw(session, grant_id)
+            raise
+
+    def _give_back(
+        self, session: ClientSession, grant_id: int, error: BaseException, *, is_patient: bool = False
+    ) -> Operation[None]:
+        """Ends the grant of an operation that failed with `error`. Raises no `KVTierError`.
+
+        After an interruption, or if the server does not answer, a background thread ends it. With
+        `is_patient`, the operation also waits for the server after an interruption.
+        """
+        answers = isinstance(error, Exception) and not isinstance(error, Unavailable)
+        if (answers or is_patient) and not isinstance(error, GeneratorExit):
+            request = cache_pb2.WithdrawGrantsRequest(session=session.ref, grant_ids=[grant_id])
+            try:
+                yield from self._call_granting(session, grant_id, "CacheService/WithdrawGrants", request)
+            except KVTierError:
+                return
+        else:
+            self._withdraw(session, grant_id)
+
+    def _complete_store(
+        self, session: ClientSession, request: cache_pb2.CompleteStoreRequest, grant_id: int
+    ) -> Operation[None]:
         """Completes a store. Raises ServerError if the server lacks bytes of its blocks."""
-        answer = yield from self._call_or_end_session(session, "CacheService/CompleteStore", request)
+        answer = yield from self._call_granting(session, grant_id, "CacheService/CompleteStore", request)
         if answer.failed_items:
             raise ServerError(f"the server has not received {len(answer.failed_items)} blocks of a store completely")
 

@@ -59,7 +59,8 @@ class DeviceOperations(LookupOperations):
         session: ClientSession = yield Connect(self._timeouts.connect)
         registered = yield from self._register(session)
         event = yield from self._order(registered, after)
-        answer = yield from self._prepare_store(session, keys, request_id, retain_for)
+        grant_id = self._new_grant()
+        answer = yield from self._prepare_store(session, keys, request_id, retain_for, grant_id)
         if not answer.store_id:
             return bytes(answer.statuses)
         wanted = [number for number, status in enumerate(answer.statuses) if status == StoreStatus.GRANTED]
@@ -75,11 +76,11 @@ class DeviceOperations(LookupOperations):
                 give_up_at_nanoseconds=self._give_up_at(),
             )
             yield from self._move(session, "TransferService/StoreFromDevice", request)
-        except BaseException:
-            complete.abort = True  # the server responds when all its copies have ended
-            yield from self._ignore_errors(self._complete_store(session, complete))
+        except BaseException as error:
+            # The server responds when all its copies have ended. Until then it reads the blocks.
+            yield from self._give_back(session, grant_id, error, is_patient=True)
             raise
-        yield from self._complete_store(session, complete)
+        yield from self._complete_store(session, complete, grant_id)
         return bytes(answer.statuses)
 
     def load_to_device(
@@ -87,14 +88,19 @@ class DeviceOperations(LookupOperations):
     ) -> Operation[int]:
         if len(keys) != len(blocks):
             raise InvalidRequest(f"{len(keys)} keys, but {len(blocks)} blocks")
-        found = yield from self.lookup(keys, request_id=request_id, wait=wait, prefix=True, lease=None)
+        grant_id = self._new_grant()
+        found = yield from self.lookup(
+            keys, request_id=request_id, wait=wait, prefix=True, lease=None, grant_id=grant_id
+        )
         hits = found.prefix_hits
         try:
             if hits:
                 yield from self.read_to_device(found, range(hits), blocks[:hits], after=after)
-        finally:
-            if found.id:
-                yield from self._ignore_errors(self.release([found.id]))
+        except BaseException as error:
+            yield from self._give_back(found.session, grant_id, error)
+            raise
+        if found.id:
+            yield from self._ignore_errors(self._release_granted(found, grant_id))
         return hits
 
     def read_to_device(

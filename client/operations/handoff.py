@@ -69,8 +69,9 @@ class HandoffOperations(Base):
             lease_duration=duration("lease", lease),
             wait=duration("wait", wait),
             min_blocks=min_blocks,
+            grant_id=self._new_grant(),
         )
-        answer = yield from self._call(session, "HandoffService/ClaimHold", request, wait)
+        answer = yield from self._call_granting(session, request.grant_id, "HandoffService/ClaimHold", request, wait)
         statuses: bytes = answer.statuses
         return LookupResult(
             id=answer.lease_id,

@@ -81,12 +81,13 @@ class LoadOperations(LookupOperations):
         destinations, sizes = self._addresses_and_sizes(keys, buffers, writable=True)
         attempt = 1
         while True:
+            grant_id = self._new_grant()
             found = yield from self.lookup(
-                keys, request_id=request_id, wait=wait, prefix=True, lease=None, want_slots=True
+                keys, request_id=request_id, wait=wait, prefix=True, lease=None, want_slots=True, grant_id=grant_id
             )
             if not found.prefix_hits:
                 if found.id:
-                    yield from self.release([found.id])
+                    yield from self._release_granted(found, grant_id)
                 return 0
             hits = found.prefix_hits
             try:
@@ -98,8 +99,8 @@ class LoadOperations(LookupOperations):
                 if attempt == ATTEMPTS:
                     raise
                 attempt += 1
-            except BaseException:
-                yield from self._ignore_errors(self.release([found.id]))
+            except BaseException as error:
+                yield from self._give_back(found.session, grant_id, error)
                 raise
             else:
                 return hits

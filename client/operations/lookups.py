@@ -64,8 +64,9 @@ class LookupOperations(Base):
             retain_for=duration("retain_for", retain_for),
             source=source,
             conversation_id=conversation_id,
+            grant_id=self._new_grant(),
         )
-        answer = yield from self._call(session, "CacheService/BeginRequest", request, wait)
+        answer = yield from self._call_granting(session, request.grant_id, "CacheService/BeginRequest", request, wait)
         votes = tuple(TierVote(vote.tier, OffloadPolicy(vote.policy), vote.why) for vote in answer.votes)
         found = lookup_result(answer.lookup, request_id, keys, session)
         return replace(found, policy=OffloadPolicy(answer.policy), votes=votes)
@@ -83,8 +84,12 @@ class LookupOperations(Base):
         retain_for: float | None = None,
         source: str = "",
         want_slots: bool = False,
+        grant_id: int | None = None,
     ) -> Operation[LookupResult]:
-        """`want_slots`: if the region is mapped, the result also has the slots of the hits."""
+        """`want_slots`: if the region is mapped, the result also has the slots of the hits.
+
+        `grant_id`: from `_new_grant`, if the caller ends the lease by it.
+        """
         session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(
             cache_pb2.LookupRequest,
@@ -99,8 +104,9 @@ class LookupOperations(Base):
             min_hits=min_hits,
             retain_for=duration("retain_for", retain_for),
             source=source,
+            grant_id=grant_id or self._new_grant(),
         )
-        answer = yield from self._call(session, "CacheService/Lookup", request, wait)
+        answer = yield from self._call_granting(session, request.grant_id, "CacheService/Lookup", request, wait)
         return lookup_result(answer, request_id, keys, session)
 
     def prefetch(
@@ -137,6 +143,11 @@ class LookupOperations(Base):
 
     def release(self, lease_ids: Iterable[int]) -> Operation[None]:
         yield from self._request(cache_pb2.ReleaseLeaseRequest, "CacheService/ReleaseLease", lease_ids=lease_ids)
+
+    def _release_granted(self, found: LookupResult, grant_id: int) -> Operation[None]:
+        """Releases a lease. If the answer is not known, the lease ends in the background."""
+        request = cache_pb2.ReleaseLeaseRequest(session=found.session.ref, lease_ids=[found.id])
+        yield from self._call_granting(found.session, grant_id, "CacheService/ReleaseLease", request)
 
     def touch(self, lease_ids: Iterable[int], *, lease: float | None) -> Operation[list[int]]:
         answer = yield from self._request(

@@ -31,6 +31,7 @@ class Writing:
 
     session: ClientSession
     store_id: int
+    grant_id: int
     batch: WriteBatch
     keys: Sequence[bytes]
     request_id: str
@@ -58,11 +59,29 @@ class StoreOperations(Base):
 
         The memory is slots of the region or, if no region is mapped, a staging buffer. If `staged`
         is false, there is no staging buffer; `end_write` then needs `sources`. `sizes`: part sizes,
-        if known. Call `end_write` afterwards.
+        if known. Call `end_write` or `abort_write` afterwards.
         """
         session: ClientSession = yield Connect(self._timeouts.connect)
         held.enter_context(session.using())
-        answer = yield from self._prepare_store(session, keys, request_id, retain_for)
+        grant_id = self._new_grant()
+        answer = yield from self._prepare_store(session, keys, request_id, retain_for, grant_id)
+        try:
+            batch = self._batch(held, session, keys, answer, staged=staged, sizes=sizes)
+        except BaseException as error:  # for example, no memory for a staging buffer
+            yield from self._give_back(session, grant_id, error)
+            raise
+        return Writing(session, answer.store_id, grant_id, batch, keys, request_id, retain_for, batch.wanted)
+
+    def _batch(
+        self,
+        held: ExitStack,
+        session: ClientSession,
+        keys: Sequence[bytes],
+        answer: cache_pb2.PrepareStoreResponse,
+        *,
+        staged: bool,
+        sizes: Sequence[int] | None,
+    ) -> WriteBatch:
         statuses: bytes = answer.statuses
         if len(statuses) != len(keys):
             raise ServerError(f"the server returned {len(statuses)} statuses for {len(keys)} keys")
@@ -79,13 +98,15 @@ class StoreOperations(Base):
         else:
             memory = held.enter_context(self._staging.lend(sum(sizes))) if staged else memoryview(b"")
             address, offsets = address_of(memory)[0], consecutive(sizes)
-        batch = WriteBatch(statuses, wanted, memory, address, offsets, sizes, answer.not_retained_blocks)
-        return Writing(session, answer.store_id, batch, keys, request_id, retain_for, wanted)
+        return WriteBatch(statuses, wanted, memory, address, offsets, sizes, answer.not_retained_blocks)
 
-    def end_write(
-        self, writing: Writing, *, abort: bool = False, sources: Sequence[int] | None = None
-    ) -> Operation[None]:
-        """Sends the parts if no region is mapped; completes or aborts the store.
+    def abort_write(self, writing: Writing, error: BaseException) -> Operation[None]:
+        """Discards a store that failed with `error`. Raises no `KVTierError`."""
+        if writing.store_id:
+            yield from self._give_back(writing.session, writing.grant_id, error)
+
+    def end_write(self, writing: Writing, *, sources: Sequence[int] | None = None) -> Operation[None]:
+        """Sends the parts if no region is mapped, and completes the store.
 
         `sources`: addresses of the parts; None if the parts are in the staging buffer.
         """
@@ -97,7 +118,7 @@ class StoreOperations(Base):
         attempt = 1
         while writing.store_id:
             try:
-                yield from self._send_and_complete(writing, sources, sizes, abort=abort)
+                yield from self._send_and_complete(writing, sources, sizes)
             except LeaseLost as error:
                 if not writing.stream_broke:
                     raise
@@ -109,26 +130,22 @@ class StoreOperations(Base):
             kept = yield from self._prepare_again(writing)
             sources, sizes = [sources[number] for number in kept], [sizes[number] for number in kept]
 
-    def _send_and_complete(
-        self, writing: Writing, sources: Sequence[int], sizes: Sequence[int], *, abort: bool
-    ) -> Operation[None]:
+    def _send_and_complete(self, writing: Writing, sources: Sequence[int], sizes: Sequence[int]) -> Operation[None]:
         session = writing.session
         request = message(
             cache_pb2.CompleteStoreRequest,
             session=session.ref,
             store_id=writing.store_id,
             failed_items=writing.failed,
-            abort=abort,
         )
-        if session.region is None and not abort:
+        if session.region is None:
             try:
                 if (yield from self._push(writing, sources, sizes)):
                     return
-            except BaseException:  # the store must not stay open, even after a cancellation
-                request.abort = True
-                yield from self._ignore_errors(self._complete_store(session, request))
+            except BaseException as error:  # a cancellation must not leave the store open either
+                yield from self.abort_write(writing, error)
                 raise
-        yield from self._complete_store(session, request)
+        yield from self._complete_store(session, request, writing.grant_id)
 
     def _prepare_again(self, writing: Writing) -> Operation[list[int]]:
         """Begins another store for the blocks that the server lacks, after an unknown outcome.
@@ -141,7 +158,10 @@ class StoreOperations(Base):
         written = [number for number in range(len(writing.positions)) if number not in failed]
         positions = [writing.positions[number] for number in written]
         wanted = [writing.keys[position] for position in positions]
-        answer = yield from self._prepare_store(writing.session, wanted, writing.request_id, writing.retain_for)
+        writing.grant_id = self._new_grant()
+        answer = yield from self._prepare_store(
+            writing.session, wanted, writing.request_id, writing.retain_for, writing.grant_id
+        )
         statuses = bytearray(writing.batch.statuses)
         kept = []
         for number, position, status in zip(written, positions, answer.statuses, strict=True):
@@ -175,8 +195,10 @@ class StoreOperations(Base):
             destinations = [batch.address + offset for offset in batch.offsets]
             try:
                 yield Copy(lambda: copy_batch(destinations, wanted, batch.sizes))
-            except BaseException:
-                yield from self._ignore_errors(self.end_write(writing, abort=True))
+            except GeneratorExit:
+                raise  # the event loop has ended; a thread may still copy to the slots
+            except BaseException as error:
+                yield from self.abort_write(writing, error)
                 raise
             yield from self.end_write(writing)
             return batch.statuses

@@ -31,6 +31,7 @@ from ..timeouts import check_seconds
 from .fork_guard import ForkGuarded
 from .session import AttachError, Attachment, ClientSession
 from .socket_calls import SocketCalls, SocketTarget
+from .withdrawals import Withdrawals
 
 __all__ = ["ClientIdentity", "EngineAddress", "SessionConnection", "TransportName"]
 
@@ -111,6 +112,7 @@ class SessionConnection(ForkGuarded):
         credentials: Credentials,
     ) -> None:
         self._stub = session_pb2_grpc.SessionServiceStub(channel)
+        self._withdrawals = Withdrawals(channel)
         self._endpoint = endpoint
         self._identity = identity
         self._call_timeout = call_timeout
@@ -170,6 +172,15 @@ class SessionConnection(ForkGuarded):
         if heartbeats is not None:
             heartbeats.cancel()
 
+    def withdraw(self, session: ClientSession, grant_id: int) -> None:
+        """Ends in the background what a call of the session was granted; see `Transport`."""
+        if session.ended:
+            return
+        try:
+            self._withdrawals.add(session, grant_id)
+        except RuntimeError:  # no thread can be started; the end of the session ends the grant
+            self.invalidate(session)
+
     def close(self) -> None:
         self._closing.set()
         with self._changed:
@@ -178,6 +189,7 @@ class SessionConnection(ForkGuarded):
             self._capabilities_call.cancel()
         if self._heartbeats is not None:
             self._heartbeats.cancel()
+        self._withdrawals.close()
         self._thread.join()
 
     def _run(self) -> None:

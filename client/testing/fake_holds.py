@@ -30,8 +30,8 @@ class FakeSession:
     rank: int
     namespace: Namespace
     prefix: bytes
-    leases: set[int] = field(default_factory=set)
-    stores: set[int] = field(default_factory=set)
+    granted: dict[int, int] = field(default_factory=dict)
+    """Ids of leases and stores by the id that the client chose."""
 
     @property
     def engine(self) -> Engine:

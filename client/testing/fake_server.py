@@ -11,6 +11,7 @@ request (`forget`). It can simulate a server that is down, hangs or restarts.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -115,8 +116,9 @@ class FakeServer:
     def _close(self, ref: common_pb2.SessionRef) -> None:
         session = self._sessions.pop(ref.session_id, None)
         if session is not None:
-            self._leases = {number: lease for number, lease in self._leases.items() if number not in session.leases}
-            self._stores = {number: store for number, store in self._stores.items() if number not in session.stores}
+            ended = set(session.granted.values())
+            self._leases = {number: lease for number, lease in self._leases.items() if number not in ended}
+            self._stores = {number: store for number, store in self._stores.items() if number not in ended}
 
     def _handle(self, method: str, request: Any) -> Any:
         self.calls.append(method)
@@ -136,6 +138,7 @@ class FakeServer:
             "Touch": self._touch,
             "PrepareStore": self._prepare_store,
             "CompleteStore": self._complete_store,
+            "WithdrawGrants": self._withdraw_grants,
             "Flush": self._flush,
             "FinishRequest": self._finish_request,
             "Reset": self._reset,
@@ -189,9 +192,10 @@ class FakeServer:
         if request.mode != cache_pb2.LOOKUP_MODE_EACH and hits < request.min_hits:
             found[:hits], hits = [None] * hits, 0
         statuses = bytes(KeyStatus.MISS if name is None else KeyStatus.HIT for name in found)
-        lease_id = self._grant(session, request.request_id, found) if any(found) else 0
-        sources = bytes(len(found))
-        return cache_pb2.LookupResponse(statuses=statuses, prefix_hits=hits, sources=sources, lease_id=lease_id)
+        lease_id = self._grant(session, request, found) if any(found) else 0
+        return cache_pb2.LookupResponse(
+            statuses=statuses, prefix_hits=hits, sources=bytes(len(found)), lease_id=lease_id
+        )
 
     def _prefetch(self, request: cache_pb2.PrefetchRequest) -> cache_pb2.PrefetchResponse:
         check_filter(request.exclude)
@@ -199,11 +203,10 @@ class FakeServer:
         present = sum(1 for _ in itertools.takewhile(self._ready, names))
         return cache_pb2.PrefetchResponse(present_blocks=present, missing_blocks=len(names) - present)
 
-    def _grant(self, session: FakeSession, request_id: str, names: list[BlockName | None]) -> int:
-        lease_id = next(self._ids)
+    def _grant(self, session: FakeSession, request: Any, names: list[BlockName | None]) -> int:
+        lease_id = session.granted[request.grant_id] = next(self._ids)
         blocks = {name: self._blocks[name] for name in names if name is not None}
-        self._leases[lease_id] = FakeLease(session.engine, request_id, names, blocks)
-        session.leases.add(lease_id)
+        self._leases[lease_id] = FakeLease(session.engine, request.request_id, names, blocks)
         return lease_id
 
     def _end_leases(self, is_ended: Callable[[FakeLease], bool]) -> None:
@@ -284,7 +287,7 @@ class FakeServer:
             self._stores[store_id] = FakeStore(
                 session.engine, session.rank, granted, sizes, staged, bytearray(b"\1" * len(staged))
             )
-            session.stores.add(store_id)
+            session.granted[request.grant_id] = store_id
         return cache_pb2.PrepareStoreResponse(
             store_id=store_id, statuses=bytes(statuses), slot_offsets=pack_offsets(0 for _ in granted)
         )
@@ -315,10 +318,17 @@ class FakeServer:
             self._world[name] = session.namespace.world_size
         return cache_pb2.CompleteStoreResponse(failed_items=unreceived)
 
+    def _withdraw_grants(self, request: cache_pb2.WithdrawGrantsRequest) -> cache_pb2.WithdrawGrantsResponse:
+        granted = self._session(request.session).granted
+        for number in map(granted.get, request.grant_ids):
+            self._leases.pop(number, None)  # type: ignore[arg-type]
+            self._stores.pop(number, None)  # type: ignore[arg-type]
+        return cache_pb2.WithdrawGrantsResponse()
+
     def _flush(self, request: cache_pb2.FlushRequest) -> cache_pb2.FlushResponse:
-        names = self._session(request.session).names_in(request)
-        durable, volatile = DurableStatus.DURABLE, DurableStatus.VOLATILE
-        return cache_pb2.FlushResponse(statuses=bytes(durable if self._ready(name) else volatile for name in names))
+        names = self._names(self._session(request.session), request.keys)
+        statuses = [DurableStatus.DURABLE if self._ready(name) else DurableStatus.VOLATILE for name in names]
+        return cache_pb2.FlushResponse(statuses=bytes(statuses))
 
     def _finish_request(self, request: cache_pb2.FinishRequestRequest) -> cache_pb2.FinishRequestResponse:
         session = self._session(request.session)
@@ -348,14 +358,13 @@ class FakeServer:
         session = self._session(request.session)
         hold = self._holds.find(session.prefix, request)
         engine = (session.prefix, request.hold.engine_id)
-        lives = any((other.prefix, other.engine_id) == engine for other in self._sessions.values())
-        statuses = self._holds.statuses(hold, request.first_positions, publisher_lives=lives)
-        lease_id = 0
+        lives = engine in [(other.prefix, other.engine_id) for other in self._sessions.values()]
+        statuses, lease_id = self._holds.statuses(hold, request.first_positions, publisher_lives=lives), 0
         if KeyStatus.HIT in statuses:
             hits = [
                 name if status == KeyStatus.HIT else None for name, status in zip(hold.names, statuses, strict=True)
             ]
-            lease_id = self._grant(session, request.request_id, hits)
+            lease_id = self._grant(session, request, hits)
         return self._holds.claimed(hold, statuses, lease_id, publisher_lives=lives)
 
     def _get_status(self, request: admin_pb2.GetStatusRequest) -> admin_pb2.GetStatusResponse:
@@ -398,10 +407,9 @@ class _FakeTransport:
 
     @property
     def session(self) -> ClientSession | None:
-        try:
+        with contextlib.suppress(KVTierError):
             return self._connect()
-        except KVTierError:
-            return None
+        return None
 
     def perform(self, effect: Effect) -> Any:
         match effect:
@@ -419,6 +427,11 @@ class _FakeTransport:
 
     def invalidate(self, session: ClientSession) -> None:
         session.end()
+
+    def withdraw(self, session: ClientSession, grant_id: int) -> None:
+        request = cache_pb2.WithdrawGrantsRequest(session=session.ref, grant_ids=[grant_id])
+        with contextlib.suppress(KVTierError):
+            self._server._withdraw_grants(request)  # noqa: SLF001
 
     def close(self) -> None:
         self._closed = True

@@ -70,6 +70,10 @@ class AsyncGrpcTransport(ForkGuarded):
         self._check_process()
         self._connection.invalidate(session)
 
+    def withdraw(self, session: ClientSession, grant_id: int) -> None:
+        if not self.is_forked:
+            self._connection.withdraw(session, grant_id)
+
     async def perform(self, effect: Effect) -> Any:
         self._check_process()
         try:

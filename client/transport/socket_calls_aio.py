@@ -92,9 +92,12 @@ class AsyncSocketCalls:
         self._connecting.add(task)
         try:
             await asyncio.wait([task])
+        except asyncio.CancelledError:
+            if not task.cancel() and (unused := task.result()) is not None:
+                unused.writer.transport.abort()
+            raise
         finally:
             self._connecting.discard(task)
-            task.cancel()
         return None if task.cancelled() else task.result()
 
     async def _connected(self) -> _Connection | None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
+import threading
 import time
+from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -18,7 +22,8 @@ from ..session.fork_guard import ForkGuarded, fork_safe
 from ..session.session import ClientSession
 from ..timeouts import Timeouts
 from .grpc_methods import CHANNEL_OPTIONS, RESPONSES, path_of, response_of, serialize
-from .socket_connector import SocketConnector
+from .socket_connector import GrpcStreams, SocketConnector
+from .socket_streams import SocketStreams
 
 __all__ = ["GrpcTransport"]
 
@@ -52,6 +57,10 @@ class GrpcTransport(ForkGuarded):
         self._check_process()
         self._connection.invalidate(session)
 
+    def withdraw(self, session: ClientSession, grant_id: int) -> None:
+        if not self.is_forked:
+            self._connection.withdraw(session, grant_id)
+
     def perform(self, effect: Effect) -> Any:
         self._check_process()
         try:
@@ -82,9 +91,9 @@ class GrpcTransport(ForkGuarded):
             case Call(method, request, timeout):
                 return self._call(method, request, timeout)
             case Push(session):
-                return self._sockets.stream(session, lambda streams: streams.push(effect))
+                return self._stream(session, lambda streams, on_start: streams.push(effect, on_start))
             case Pull(session):
-                self._sockets.stream(session, lambda streams: streams.pull(effect))
+                self._stream(session, lambda streams, on_start: streams.pull(effect, on_start))
             case Copy(run):
                 run()
         return None
@@ -96,7 +105,29 @@ class GrpcTransport(ForkGuarded):
             if answer is not None:
                 return response_of(method, answer)
         # The attempt to connect to the socket has taken a part of the time.
-        return self._calls[method](request, timeout=max(0.0, deadline - time.monotonic()))
+        left = max(0.0, deadline - time.monotonic())
+        return _run_apart(lambda: self._calls[method](request, timeout=left))
+
+    def _stream(
+        self, session: ClientSession, move: Callable[[GrpcStreams | SocketStreams, Callable[[Any], object]], Any]
+    ) -> Any:
+        """Runs a stream. An interrupt cancels it, and is raised when the stream has ended."""
+        if self._sockets.found:
+            return self._sockets.stream(session, lambda streams: move(streams, lambda _: None))
+        calls: list[Any] = []
+        interrupted = threading.Event()
+
+        def on_start(call: Any) -> None:
+            calls.append(call)
+            if interrupted.is_set():
+                call.cancel()
+
+        def on_interrupt() -> None:
+            interrupted.set()
+            for call in calls:
+                call.cancel()
+
+        return _run_apart(lambda: self._sockets.stream(session, lambda streams: move(streams, on_start)), on_interrupt)
 
     def close(self) -> None:
         if self._is_forked:
@@ -105,3 +136,38 @@ class GrpcTransport(ForkGuarded):
         self._connection.close()
         self._sockets.close()
         self._channel.close()
+
+
+def _run_apart(work: Callable[[], Any], on_interrupt: Callable[[], object] | None = None) -> Any:
+    """Runs work with gRPC on a thread of its own if this is the main thread.
+
+    Signals interrupt the main thread. A KeyboardInterrupt within gRPC can leave a lock of its
+    channel locked, so that no call of the client ends any more. With `on_interrupt`, which shortens
+    the work, waits for the end of the work.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    outcome: list[tuple[Any, BaseException | None]] = []
+    done: SimpleQueue[None] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.append((work(), None))
+        except BaseException as error:  # noqa: BLE001 - raised in the main thread
+            outcome.append((None, error))
+        done.put(None)
+
+    # Not `threading.Thread`: an interrupt during its start would leave its lock locked.
+    _thread.start_new_thread(run, ())
+    try:
+        done.get()
+    except BaseException:
+        # The interrupt can also come after the end of `get`.
+        if on_interrupt is not None and not outcome:
+            on_interrupt()
+            done.get()
+        raise
+    [(answer, error)] = outcome
+    if error is not None:
+        raise error
+    return answer

@@ -60,7 +60,7 @@ TIER_MEDIUM_DISK: TierMedium
 TIER_MEDIUM_NETWORK: TierMedium
 
 class BeginRequestRequest(_message.Message):
-    __slots__ = ("session", "request_id", "keys", "mode", "prompt_tokens", "kv_transfer_params_json", "lease_duration", "wait", "priority", "exclude", "min_hits", "retain_for", "packed_keys", "source", "conversation_id")
+    __slots__ = ("session", "request_id", "keys", "mode", "prompt_tokens", "kv_transfer_params_json", "lease_duration", "wait", "priority", "exclude", "min_hits", "retain_for", "packed_keys", "source", "conversation_id", "grant_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class BeginRequestRequest(_message.Message):
     PACKED_KEYS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
+    GRANT_ID_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     request_id: str
     keys: _containers.RepeatedScalarFieldContainer[bytes]
@@ -91,7 +92,8 @@ class BeginRequestRequest(_message.Message):
     packed_keys: _common_pb2.PackedKeys
     source: str
     conversation_id: str
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., prompt_tokens: _Optional[int] = ..., kv_transfer_params_json: _Optional[str] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., min_hits: _Optional[int] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., packed_keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., source: _Optional[str] = ..., conversation_id: _Optional[str] = ...) -> None: ...
+    grant_id: int
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., prompt_tokens: _Optional[int] = ..., kv_transfer_params_json: _Optional[str] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., min_hits: _Optional[int] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., packed_keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., source: _Optional[str] = ..., conversation_id: _Optional[str] = ..., grant_id: _Optional[int] = ...) -> None: ...
 
 class TierFilter(_message.Message):
     __slots__ = ("names", "media", "remote")
@@ -124,7 +126,7 @@ class BeginRequestResponse(_message.Message):
     def __init__(self, policy: _Optional[_Union[OffloadPolicy, str]] = ..., votes: _Optional[_Iterable[_Union[TierVote, _Mapping]]] = ..., lookup: _Optional[_Union[LookupResponse, _Mapping]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session", "request_id", "keys", "mode", "lease_duration", "wait", "want_slots", "exclude", "min_hits", "retain_for", "packed_keys", "source")
+    __slots__ = ("session", "request_id", "keys", "mode", "lease_duration", "wait", "want_slots", "exclude", "min_hits", "retain_for", "packed_keys", "source", "grant_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +139,7 @@ class LookupRequest(_message.Message):
     RETAIN_FOR_FIELD_NUMBER: _ClassVar[int]
     PACKED_KEYS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    GRANT_ID_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     request_id: str
     keys: _containers.RepeatedScalarFieldContainer[bytes]
@@ -149,7 +152,8 @@ class LookupRequest(_message.Message):
     retain_for: _duration_pb2.Duration
     packed_keys: _common_pb2.PackedKeys
     source: str
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., want_slots: bool = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., min_hits: _Optional[int] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., packed_keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., source: _Optional[str] = ...) -> None: ...
+    grant_id: int
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., want_slots: bool = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., min_hits: _Optional[int] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., packed_keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., source: _Optional[str] = ..., grant_id: _Optional[int] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("statuses", "prefix_hits", "sources", "lease_id", "slot_offsets", "not_retained_blocks", "source_outcome")
@@ -268,18 +272,20 @@ class TouchResponse(_message.Message):
     def __init__(self, missing_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrepareStoreRequest(_message.Message):
-    __slots__ = ("session", "request_id", "keys", "retain_for", "packed_keys")
+    __slots__ = ("session", "request_id", "keys", "retain_for", "packed_keys", "grant_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     RETAIN_FOR_FIELD_NUMBER: _ClassVar[int]
     PACKED_KEYS_FIELD_NUMBER: _ClassVar[int]
+    GRANT_ID_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     request_id: str
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     retain_for: _duration_pb2.Duration
     packed_keys: _common_pb2.PackedKeys
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., packed_keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ...) -> None: ...
+    grant_id: int
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., packed_keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., grant_id: _Optional[int] = ...) -> None: ...
 
 class PrepareStoreResponse(_message.Message):
     __slots__ = ("store_id", "statuses", "slot_offsets", "not_retained_blocks")
@@ -310,6 +316,18 @@ class CompleteStoreResponse(_message.Message):
     FAILED_ITEMS_FIELD_NUMBER: _ClassVar[int]
     failed_items: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, failed_items: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class WithdrawGrantsRequest(_message.Message):
+    __slots__ = ("session", "grant_ids")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    GRANT_IDS_FIELD_NUMBER: _ClassVar[int]
+    session: _common_pb2.SessionRef
+    grant_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., grant_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class WithdrawGrantsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class FlushRequest(_message.Message):
     __slots__ = ("session", "keys", "wait")

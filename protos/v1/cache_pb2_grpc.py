@@ -86,6 +86,11 @@ class CacheServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.CompleteStoreRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.CompleteStoreResponse.FromString,
                 _registered_method=True)
+        self.WithdrawGrants = channel.unary_unary(
+                '/kvtier.v1.CacheService/WithdrawGrants',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.WithdrawGrantsRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.WithdrawGrantsResponse.FromString,
+                _registered_method=True)
         self.Flush = channel.unary_unary(
                 '/kvtier.v1.CacheService/Flush',
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.FlushRequest.SerializeToString,
@@ -130,7 +135,8 @@ class CacheServiceServicer(object):
 
         A block that only a secondary tier has is HIT_PENDING, and the server starts to promote it.
         Without `wait` the call returns at once. With `wait` it returns when each of these keys is a
-        hit or a miss, or when the time has passed.
+        hit or a miss, or when the time has passed. If the CPU tier has no room for a promotion, the
+        call waits for room too, first come first served.
 
         Errors: INVALID_KEY, TOO_MANY_KEYS, LIMIT_EXCEEDED (release leases first).
         """
@@ -205,6 +211,19 @@ class CacheServiceServicer(object):
         it has begun a Push for the store.
 
         Errors: STORE_NOT_FOUND, NOT_OWNER, INVALID_ARGUMENT (no such item).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WithdrawGrants(self, request, context):
+        """Ends the leases and discards the stores that calls of this session were granted, named by the
+        `grant_id` of these calls. The client needs no answer of these calls.
+
+        A call whose `grant_id` is withdrawn before the server has finished it is refused with
+        INVALID_ARGUMENT. The server remembers the last 256 ids that were withdrawn in a session. Other
+        unknown ids have no effect. When the client sends this request, it MUST have stopped to write
+        to the slots of these stores. The client repeats the request until it gets an answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -285,6 +304,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.CompleteStore,
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.CompleteStoreRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.CompleteStoreResponse.SerializeToString,
+            ),
+            'WithdrawGrants': grpc.unary_unary_rpc_method_handler(
+                    servicer.WithdrawGrants,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.WithdrawGrantsRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.WithdrawGrantsResponse.SerializeToString,
             ),
             'Flush': grpc.unary_unary_rpc_method_handler(
                     servicer.Flush,
@@ -552,6 +576,33 @@ class CacheService(object):
             '/kvtier.v1.CacheService/CompleteStore',
             kvtier_dot_v1_dot_cache__pb2.CompleteStoreRequest.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.CompleteStoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WithdrawGrants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/WithdrawGrants',
+            kvtier_dot_v1_dot_cache__pb2.WithdrawGrantsRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.WithdrawGrantsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -77,7 +77,7 @@ class PublishHoldResponse(_message.Message):
     def __init__(self, status: _Optional[_Union[PublishStatus, str]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pending_blocks: _Optional[int] = ...) -> None: ...
 
 class ClaimHoldRequest(_message.Message):
-    __slots__ = ("session", "hold", "request_id", "first_positions", "lease_duration", "wait", "min_blocks")
+    __slots__ = ("session", "hold", "request_id", "first_positions", "lease_duration", "wait", "min_blocks", "grant_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class ClaimHoldRequest(_message.Message):
     LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     MIN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GRANT_ID_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     hold: HoldRef
     request_id: str
@@ -92,7 +93,8 @@ class ClaimHoldRequest(_message.Message):
     lease_duration: _duration_pb2.Duration
     wait: _duration_pb2.Duration
     min_blocks: int
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., hold: _Optional[_Union[HoldRef, _Mapping]] = ..., request_id: _Optional[str] = ..., first_positions: _Optional[_Iterable[int]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., min_blocks: _Optional[int] = ...) -> None: ...
+    grant_id: int
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., hold: _Optional[_Union[HoldRef, _Mapping]] = ..., request_id: _Optional[str] = ..., first_positions: _Optional[_Iterable[int]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., min_blocks: _Optional[int] = ..., grant_id: _Optional[int] = ...) -> None: ...
 
 class ClaimHoldResponse(_message.Message):
     __slots__ = ("keys", "positions", "statuses", "lease_id", "num_tokens", "direction", "remaining", "settled_blocks")

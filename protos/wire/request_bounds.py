@@ -37,6 +37,7 @@ _REPETITIONS = 16
 _TEXT, _NAME = 512, 4096
 _MAX_TIERS = 64
 _MAX_GROUPS = 256
+_MAX_WITHDRAWN = 256
 _MAX_MEDIA = 16
 _MAX_ATTRIBUTES = 1024
 _MAX_NAMESPACE_BYTES = 64 << 10
@@ -125,6 +126,7 @@ def table_of(limits: Limits) -> dict[str, Bound]:
         "PrefetchRequest.source": text,
         "PrepareLoadRequest.items": numbers,
         "ReleaseLeaseRequest.lease_ids": numbers,
+        "WithdrawGrantsRequest.grant_ids": Bound(most=_MAX_WITHDRAWN),
         "TouchRequest.lease_ids": numbers,
         "PrepareStoreRequest.request_id": text,
         "PrepareStoreRequest.keys": keys,

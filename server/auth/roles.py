@@ -62,7 +62,7 @@ _SERVICES = (
     (
         "kvtier.v1.CacheService",
         _READS,
-        "BeginRequest Lookup Prefetch PrepareLoad CompleteLoad ReleaseLease Touch FinishRequest",
+        "BeginRequest Lookup Prefetch PrepareLoad CompleteLoad ReleaseLease Touch FinishRequest WithdrawGrants",
     ),
     ("kvtier.v1.CacheService", _WRITES, "PrepareStore CompleteStore Flush Reset"),
     ("kvtier.v1.EventService", _READS, "WatchEvents"),

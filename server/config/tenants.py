@@ -53,6 +53,7 @@ def tier_settings(config: Config, region_bytes: int, tiers: Sequence[SecondaryTi
         tenants=_tenants(config.tenants, capacities),
         retained_part=config.retention.part,
         held_part=config.handoff.part,
+        leased_part=config.leases.part,
         max_holds=config.handoff.max_holds,
         estimates=config.estimates,
         content_bytes=config.events.token_memory,

@@ -56,6 +56,7 @@ _RELEASES = frozenset(
         "CacheService/CompleteLoad",
         "CacheService/ReleaseLease",
         "CacheService/CompleteStore",
+        "CacheService/WithdrawGrants",
         "CacheService/FinishRequest",
         "HandoffService/ReleaseHolds",
         "TransferService/UnregisterDeviceBuffers",

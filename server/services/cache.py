@@ -41,6 +41,7 @@ class _LookupOptions:
     deadline: float
     retain_for: float
     source: str
+    grant_id: int
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
@@ -149,6 +150,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             raise LeaseNotFound(f"lease {lease.id} has expired")
         if request.release:
             self._core.release(session, lease.id)
+            self._runtime.run_commands()
         return cache_pb2.CompleteLoadResponse()
 
     async def ReleaseLease(
@@ -156,6 +158,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.ReleaseLeaseResponse:
         session = self._sessions.get(request.session, is_release=True)
         await self._long_calls.release(session, request.lease_ids)
+        self._runtime.run_commands()
         return cache_pb2.ReleaseLeaseResponse()
 
     async def Touch(
@@ -179,6 +182,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             request_id=request.request_id,
             lease_seconds=self._validator.leases.default,
             retain_for=retain_for or self._core.requests.retention_of(session, request.request_id),
+            grant_id=request.grant_id,
         )
         return cache_pb2.PrepareStoreResponse(
             store_id=answer.store_id or 0,
@@ -191,11 +195,40 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.CompleteStoreRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.CompleteStoreResponse:
         session = self._sessions.get(request.session, is_release=True)
-        store_id = StoreId(request.store_id)
+        failed = None if request.abort else request.failed_items
+        unreceived = await self._complete_store(session, StoreId(request.store_id), failed)
+        return cache_pb2.CompleteStoreResponse(failed_items=unreceived)
+
+    async def WithdrawGrants(
+        self, request: cache_pb2.WithdrawGrantsRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.WithdrawGrantsResponse:
+        session = self._sessions.get(request.session, is_release=True)
+        leases: list[LeaseId] = []
+        stores: list[StoreId] = []
+        for grant_id in filter(None, dict.fromkeys(request.grant_ids)):
+            grant = (session.id, grant_id)
+            if (lease := self._core.lookup_handler.leases.by_grant.get(grant)) is not None:
+                leases.append(lease.id)
+            elif (store_id := self._core.store_handler.table.by_grant.get(grant)) is not None:
+                stores.append(store_id)
+            else:  # the call has not arrived, is not granted yet, or has ended
+                session.withdraw(grant_id)
+        await self._long_calls.release(session, leases)
+        for store_id in stores:
+            with contextlib.suppress(StoreNotFound):
+                await self._complete_store(session, store_id, None)
+        return cache_pb2.WithdrawGrantsResponse()
+
+    async def _complete_store(
+        self, session: EngineSession, store_id: StoreId, failed: Sequence[int] | None
+    ) -> Sequence[int]:
+        """Ends a store. `failed`: positions of blocks that the client did not write; None: of all.
+
+        Returns the positions of the further blocks that are not stored. Raises a CoreError.
+        """
         await self._end_streams(session, store_id)
         try:
-            failed: Sequence[int] = request.failed_items
-            if request.abort:
+            if failed is None:
                 failed = range(len(self._core.store(session, store_id).blocks))
             unreceived = await self._long_calls.complete_store(session, store_id, failed)
         except StoreNotFound:
@@ -205,7 +238,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             self._runtime.run_commands()
         if failed or unreceived:
             self._runtime.notify_change()
-        return cache_pb2.CompleteStoreResponse(failed_items=unreceived)
+        return unreceived
 
     async def _end_streams(self, session: EngineSession, store_id: StoreId) -> None:
         try:
@@ -270,6 +303,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             deadline=self._runtime.now() + self._validator.wait(request.wait),
             retain_for=self._validator.retention(request.retain_for),
             source=request.source,
+            grant_id=request.grant_id,
         )
 
     async def _look_up(
@@ -294,8 +328,10 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 min_hits=options.min_hits,
                 retain_until=self._retain_until(session, options.request_id, options.retain_for),
                 conversation=self._core.requests.conversation_of(session, options.request_id),
+                grant_id=options.grant_id,
+                may_wait=options.deadline > self._runtime.now(),
             )
-            found = await self._long_calls.look_up(lookup, options.lease_seconds)
+            found = await self._long_calls.look_up(lookup, options.lease_seconds, options.deadline)
         finally:
             self._sources.withdraw(session, located)
         remaining = options.deadline - self._runtime.now()

@@ -68,7 +68,14 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         with contextlib.suppress(HoldExpired):  # `begin_claim` raises it too, and records the miss
             await self._wait_settled(session, name, request.min_blocks, self._validator.wait(request.wait))
         positions, now = list(request.first_positions), self._runtime.now()
-        claim = self._handoffs.begin_claim(session, name, first_positions=positions, request_id=request_id, now=now)
+        claim = self._handoffs.begin_claim(
+            session,
+            name,
+            first_positions=positions,
+            request_id=request_id,
+            now=now,
+            grant_id=request.grant_id,
+        )
         await self._long_calls.claim(claim, lease_seconds)
         hold = claim.hold
         return handoff_pb2.ClaimHoldResponse(

@@ -37,8 +37,12 @@ _STORE_SLICE = 256
 """A store takes 2 to 3 µs per key at its begin, and 4 to 6 µs at its end."""
 _LOOKUP_SLICE = 256
 """A lookup takes 1 to 2 µs per key."""
+_WAITING_SLICE = 16
+"""The same for a lookup that waits for room: the later blocks of a slice are not evicted for it."""
 _READ_SLICE = 1024
 """To read the slot of a block takes 0.3 µs."""
+_RETRY_SECONDS = 0.005
+"""Shortest time between two attempts of a lookup that waits for room."""
 _UNPIN_SLICE = 8192
 """Blocks of released leases per slice: 0.1 µs per block."""
 _LEASE_COST = 16
@@ -151,21 +155,53 @@ class LongCalls:
             if not number % _FLUSH_SLICE:
                 await self._scheduler.turn(session)
 
-    async def look_up(self, lookup: SlicedLookup, lease_seconds: float) -> LookupAnswer:
-        """Performs a lookup. If the call is cancelled or fails, no lease remains."""
+    async def look_up(self, lookup: SlicedLookup, lease_seconds: float, deadline: float = 0.0) -> LookupAnswer:
+        """Performs a lookup. If the call is cancelled or fails, no lease remains.
+
+        If the lookup may wait for room, it waits until the deadline.
+        """
         handler, more, turn_ends = self._core.lookup_handler, True, 0.0
         try:
+            if lookup.may_wait and handler.must_queue(lookup):
+                await self._wait_for_room(lookup, deadline)
             while more:
+                if lookup.lacks_room:
+                    await self._wait_for_room(lookup, deadline)
                 if len(lookup.keys) > _LOOKUP_SLICE and time.monotonic() >= turn_ends:
                     turn_ends = await self._scheduler.turn(lookup.session)
                 now = self._runtime.now()
-                more = handler.look_up_slice(lookup, _LOOKUP_SLICE, expires_at=now + lease_seconds, now=now)
+                size = _LOOKUP_SLICE if lookup.waiter is None else _WAITING_SLICE
+                more = handler.look_up_slice(lookup, size, expires_at=now + lease_seconds, now=now)
                 self._runtime.run_commands()
         except BaseException:  # also a cancellation: the client never gets the lease's id
             handler.abandon(lookup)
             self._runtime.run_commands()
             raise
+        finally:
+            if lookup.waiter is not None:
+                handler.room.leave(lookup.waiter, self._runtime.now())
+                self._runtime.run_commands()
         return lookup.answer()
+
+    async def _wait_for_room(self, lookup: SlicedLookup, deadline: float) -> None:
+        """Waits until the lookup may try again. After the deadline it may not wait again."""
+        room = self._core.lookup_handler.room
+        if lookup.waiter is None:
+            lookup.waiter = room.enter(lookup.session, self._runtime.now())
+        if lookup.waiter is not None and lookup.is_over_budget:
+            room.yield_turn(lookup.waiter)
+        self._runtime.run_commands()
+        tried_at = self._runtime.now()
+        while lookup.waiter is not None and (remaining := deadline - self._runtime.now()) > 0:
+            if lookup.waiter.is_offered:
+                # So that a lookup that needs many blocks does not try again for each of them.
+                await asyncio.sleep(min(remaining, max(0.0, tried_at + _RETRY_SECONDS - self._runtime.now())))
+                await self._scheduler.turn(lookup.session)
+                lookup.waiter.is_offered = False
+                return
+            await self._runtime.wait_for(lookup.waiter, remaining)
+            self._sessions.check(lookup.session)
+        lookup.may_wait = False
 
     async def prefetch(self, prefetch: SlicedLookup, lease_seconds: float) -> PrefetchAnswer:
         """Performs a prefetch. If the call is cancelled or fails, its promotions continue."""
@@ -242,7 +278,14 @@ class LongCalls:
             raise
 
     async def prepare_store(
-        self, session: EngineSession, keys: Sequence[bytes], *, request_id: str, lease_seconds: float, retain_for: float
+        self,
+        session: EngineSession,
+        keys: Sequence[bytes],
+        *,
+        request_id: str,
+        lease_seconds: float,
+        retain_for: float,
+        grant_id: int = 0,
     ) -> StoreAnswer:
         """Begins a store. If the call is cancelled or fails, no store remains."""
         store_id: StoreId | None = None
@@ -262,6 +305,7 @@ class LongCalls:
                     extends=store_id,
                     more=number * _STORE_SLICE < len(keys),
                     now=now,
+                    grant_id=grant_id,
                 )
                 self._runtime.run_commands()
                 store_id = answer.store_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -81,6 +82,9 @@ _MANAGER_FIGURES = {
     "leases": "leases",
     "oldest_lease_seconds": "oldest_lease_seconds",
     "leases_expired": "expired_leases",
+    "room_waiting": "room.waiting",
+    "room_waits": "room.waits",
+    "room_waited_seconds": "room.waited_seconds",
     "stores": "stores",
     "stores_expired": "expired_stores",
     "quarantined_bytes": "quarantined_bytes",
@@ -130,7 +134,7 @@ def _server_families(stats: ServerStats) -> Iterator[Metric]:
 
 def _manager_families(stats: ManagerStats) -> Iterator[Metric]:
     for name, attribute in _MANAGER_FIGURES.items():
-        yield _family(name, [((), getattr(stats, attribute))])
+        yield _family(name, [((), attrgetter(attribute)(stats))])
     misses = stats.misses_by_reason
     yield _family("lookup_misses", (((reason.name.lower(),), misses.get(reason, 0)) for reason in MissReason))
 

@@ -167,6 +167,9 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
         _gauge("leases", "leases", "", "Active leases."),
         _gauge("oldest_lease_seconds", "seconds", "", "Time since the oldest active lease was granted."),
         _counter("leases_expired", "leases", "", "Leases that expired before the client released them."),
+        _gauge("room_waiting", "lookups", "", "Lookups that wait for room in the CPU tier."),
+        _counter("room_waits", "lookups", "", "Lookups that began to wait for room in the CPU tier."),
+        _counter("room_waited_seconds", "seconds", "", "Duration of all ended waits for room in the CPU tier."),
         _gauge("stores", "stores", "", "Stores in flight."),
         _counter("stores_expired", "stores", "", "Stores that expired because the client did not renew them."),
         _gauge(

@@ -174,6 +174,7 @@ WITH_SESSION: dict[str, Callable[[], Any]] = {
     "PrepareLoad": lambda: cache_pb2.PrepareLoadRequest(lease_id=1),
     "CompleteLoad": lambda: cache_pb2.CompleteLoadRequest(lease_id=1),
     "ReleaseLease": lambda: cache_pb2.ReleaseLeaseRequest(lease_ids=[1]),
+    "WithdrawGrants": lambda: cache_pb2.WithdrawGrantsRequest(grant_ids=[1]),
     "Touch": lambda: cache_pb2.TouchRequest(lease_ids=[1]),
     "PrepareStore": lambda: cache_pb2.PrepareStoreRequest(keys=FRESH),
     "CompleteStore": lambda: cache_pb2.CompleteStoreRequest(store_id=1),

@@ -37,6 +37,7 @@ class Block:
         "evict_on_unpin",
         "key",
         "last_use",
+        "leases",
         "namespace",
         "namespace_index",
         "part_bytes",
@@ -81,6 +82,8 @@ class Block:
         self.promoting = False
         """Whether a job is loading all parts from a secondary tier."""
         self.pins = 0
+        self.leases = 0
+        """Number of pins that belong to leases."""
         self.skip_reason: MissReason | None = None
         """Why a tier did not store the block; None if no tier refused it."""
         self.namespace_index = namespace_index

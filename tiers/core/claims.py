@@ -35,11 +35,15 @@ class ClaimHandler:
         self.missed: Counter[ClaimOutcome] = Counter()
 
     def begin(
-        self, session: EngineSession, hold: Hold, first_positions: Sequence[int], *, request_id: str
+        self, session: EngineSession, hold: Hold, first_positions: Sequence[int], *, request_id: str, grant_id: int = 0
     ) -> HoldClaim:
-        """Begins a claim of an open hold, which `claim_slice` continues. Raises LimitExceeded."""
+        """Begins a claim of an open hold, which `claim_slice` continues.
+
+        Raises LimitExceeded, InvalidItem.
+        """
         self._lookups.check_room(session, len(hold.keys))
-        owner = Owner(session.engine, session.id, request_id)
+        owner = Owner(session.engine, session.id, request_id, grant_id)
+        self._lookups.leases.check_grant(session, owner)
         return HoldClaim(session, owner, hold, first_positions, user=owner.user)
 
     def claim_slice(self, claim: HoldClaim, most: int, *, expires_at: float, now: float) -> bool:
@@ -48,6 +52,7 @@ class ClaimHandler:
         Raises LimitExceeded, or HoldNotFound if the hold or the lease of the earlier slices has
         ended meanwhile. Then the caller must call `abandon`.
         """
+        claim.session.check_wanted(claim.owner.grant_id)
         hold, start, leases = claim.hold, len(claim.statuses), self._lookups.leases
         if hold.record.end is not None or (claim.lease is not None and not leases.is_open(claim.lease)):
             raise HoldNotFound("the hold, or the claim's lease, has ended during the claim")

@@ -19,7 +19,9 @@ __all__ = [
     "LoadFromTier",
     "LookupInTier",
     "RemoveFromTier",
+    "RoomOffered",
     "StoreInTier",
+    "Waiter",
 ]
 
 
@@ -87,6 +89,25 @@ class EventsRecorded:
     """The scope of the log, see `EventLog.watch`."""
 
 
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A lookup that waits for room in the CPU tier; see `RoomQueue`."""
+
+    session_id: bytes
+    namespace: NamespaceId
+    since: float
+    """In seconds of the core's clock."""
+    is_offered: bool = False
+    """Whether there may be room. The waiter then tries again, and clears this."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoomOffered:
+    """There may be room for a waiting lookup: wake it."""
+
+    waiter: Waiter
+
+
 @dataclass(frozen=True, slots=True)
 class ContinueWork:
     """Incremental work is left: call `TierManager.work` after other events have been handled."""
@@ -101,5 +122,6 @@ Command = (
     | EndReaders
     | HoldChanged
     | EventsRecorded
+    | RoomOffered
     | ContinueWork
 )

@@ -52,6 +52,8 @@ class CpuTier:
         """Number of requested slots that were not available."""
         self.stored_bytes = 0
         self.loaded_bytes = 0
+        self.has_more_room = False
+        """Whether blocks were unpinned or slots were freed since this was last cleared."""
         self.declines = 0
         """Number of blocks that were not stored because the policy valued them less than others."""
         self._history = history
@@ -146,6 +148,7 @@ class CpuTier:
     def tick(self, now: float) -> bool:
         """Advances the time, drops some expired blocks; returns whether expired blocks are left."""
         self._clock = max(self._clock, int(now * _TICKS_PER_SECOND))
+        self.has_more_room = True  # for example, the retention of blocks has ended
         self._unevictable.clear()
         self._index.forget_empty()
         self._forget_classes()
@@ -206,6 +209,7 @@ class CpuTier:
 
     def unpin(self, blocks: Iterable[Block]) -> None:
         """Removes one pin per block; drops unpinned blocks that are empty or must be evicted."""
+        self.has_more_room = True
         dropped: dict[MissReason, list[Block]] = {}
         for block in blocks:
             block.pins = pins = block.pins - 1
@@ -237,6 +241,7 @@ class CpuTier:
 
     def release(self, offsets: Iterable[int]) -> None:
         """Frees detached slots. Call this only when no client can write to them any more."""
+        self.has_more_room = True
         offsets = list(offsets)
         for offset in offsets:
             self._detached.pop(offset).used -= self.memory.extent_at(offset).slot_bytes

@@ -279,7 +279,14 @@ class HandoffHandler:
         return self._end_of(name) is None and not self._table.is_in_other_namespace(name)
 
     def begin_claim(
-        self, session: EngineSession, name: HoldName, *, first_positions: Sequence[int], request_id: str, now: float
+        self,
+        session: EngineSession,
+        name: HoldName,
+        *,
+        first_positions: Sequence[int],
+        request_id: str,
+        now: float,
+        grant_id: int = 0,
     ) -> HoldClaim:
         """Begins a claim of the ready blocks of a hold, which `claims.claim_slice` continues.
 
@@ -298,7 +305,7 @@ class HandoffHandler:
             raise HoldNotFound(
                 f"no hold of request {name[2]!r} of engine {name[1]!r} exists; it may have been released"
             )
-        return self.claims.begin(session, hold, first_positions, request_id=request_id)
+        return self.claims.begin(session, hold, first_positions, request_id=request_id, grant_id=grant_id)
 
     def claim(
         self,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import LimitExceeded, NotOwner, StoreNotFound
+from ..errors import InvalidItem, LimitExceeded, NotOwner, StoreNotFound
 from ..types import EngineKey, Owner, StoreId, tenant_of
 from .block import Block
 from .byte_ranges import MAX_GAPS, ByteRanges
@@ -87,6 +87,7 @@ class _Quarantine:
     nbytes: int
     engine: EngineKey
     writers: set[int]
+    grant: tuple[bytes, int]
 
 
 @dataclass(slots=True)
@@ -102,6 +103,8 @@ class InFlightStores:
     new_ids: Iterator[int]
     begun: int = 0
     """Number of stores that have begun so far."""
+    by_grant: dict[tuple[bytes, int], StoreId] = field(default_factory=dict)
+    """Ids of stores in flight and in quarantine, by session and the id that the client chose."""
     _stores: dict[StoreId, Store] = field(default_factory=dict)
     _quarantine: dict[StoreId, _Quarantine] = field(default_factory=dict)
     _per_tenant: Counter[bytes] = field(default_factory=Counter)
@@ -129,17 +132,22 @@ class InFlightStores:
         store = Store(store_id, owner, rank, expires_at, blocks, request, now, number=self.begun)
         self.begun += 1
         self._stores[store.id] = store
+        if owner.grant_id:
+            self.by_grant[owner.grant] = store.id
         self._count(owner.engine, 1)
         return store
 
-    def extended(self, store_id: StoreId | None, engine: EngineKey) -> Store | None:
+    def extended(self, store_id: StoreId | None, owner: Owner) -> Store | None:
         """Returns the store that a call extends; None for a new store. Raises like `get`.
 
-        Raises LimitExceeded for a new store if the tenant of the engine has too many.
+        For a new store, raises LimitExceeded if the tenant of the owner has too many, and
+        InvalidItem if the owner's `grant_id` belongs to another store.
         """
         if store_id is not None:
-            return self.get(store_id, engine)
-        if self._per_tenant.get(tenant_of(engine[0]), 0) >= MAX_STORES:
+            return self.get(store_id, owner.engine)
+        if owner.grant_id and owner.grant in self.by_grant:
+            raise InvalidItem(f"grant_id {owner.grant_id} belongs to another store of the session")
+        if self._per_tenant.get(tenant_of(owner.engine[0]), 0) >= MAX_STORES:
             raise LimitExceeded(f"the tenant has {MAX_STORES} stores that are not completed")
         return None
 
@@ -163,11 +171,14 @@ class InFlightStores:
     def end(self, store: Store) -> None:
         """Removes a store; the caller must then release the store's pins and slots."""
         del self._stores[store.id]
+        self.by_grant.pop(store.owner.grant, None)
         self._count(store.owner.engine, -1)
 
     def quarantine(self, store: Store, writers: set[int]) -> None:
         """Begins a quarantine, which lasts until all of these writer connections have ended."""
-        self._quarantine[store.id] = _Quarantine([], 0, store.owner.engine, set(writers))
+        self._quarantine[store.id] = _Quarantine([], 0, store.owner.engine, set(writers), store.owner.grant)
+        if store.owner.grant_id:
+            self.by_grant[store.owner.grant] = store.id
         self._count(store.owner.engine, 1)
         self._lift_if_free(store.id)
 
@@ -208,5 +219,6 @@ class InFlightStores:
     def _lift_if_free(self, store_id: StoreId) -> None:
         if not self._quarantine[store_id].writers:
             ended = self._quarantine.pop(store_id)
+            self.by_grant.pop(ended.grant, None)
             self._count(ended.engine, -1)
             self.cpu_tier.release(ended.offsets)

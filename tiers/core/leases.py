@@ -16,6 +16,7 @@ from ..base import NamespaceId
 from ..errors import InvalidItem, LeaseNotFound, NotOwner, NotReady
 from ..types import EngineKey, EngineSession, KeyStatus, LeaseId, MissReason, Owner, tenant_of
 from .block import Block
+from .commands import Waiter
 from .conversations import Conversation
 from .cpu_tier import CpuTier
 from .prefetches import PrefetchProgress
@@ -186,6 +187,13 @@ class SlicedLookup:
     keys."""
     prefetch: PrefetchProgress | None = None
     conversation: Conversation | None = None
+    may_wait: bool = False
+    lacks_room: bool = False
+    """Whether the last slice ended before the first block for which there was no room."""
+    is_over_budget: bool = False
+    """Whether the leases of the tenant pin as much as they may. Other tenants may have room."""
+    waiter: Waiter | None = None
+    """Place in the room queue, if the lookup waits for room."""
     user: Hashable = None
     """The request, for eviction policies. A lookup in slices counts as one use of its blocks."""
 
@@ -211,11 +219,15 @@ class LeaseTable:
         """Per pending block the leases that contain it, with the item numbers of the block."""
         self._by_session: dict[bytes, dict[BlockLease, None]] = defaultdict(dict)
         self._by_request: dict[tuple[EngineKey, str], dict[BlockLease, None]] = defaultdict(dict)
+        self.by_grant: dict[tuple[bytes, int], BlockLease] = {}
+        """Leases whose clients chose an id, by session and this id."""
         self._items: dict[bytes, int] = defaultdict(int)
         self._tenant_items: Counter[bytes] = Counter()
         """Number of items by the tag of the tenant, with the costs of leases and pending items."""
         self._pending_unpins: list[tuple[list[Block | None], int]] = []
         """Items of ended leases, and how many leading ones are still pinned."""
+        self.leased_bytes: Counter[bytes] = Counter()
+        """Bytes of the blocks that leases pin, by the tag of the tenant. A block counts once."""
         self._new_ids = new_ids
 
     def __len__(self) -> int:
@@ -250,12 +262,20 @@ class LeaseTable:
             indices=indices,
         )
         self._leases[lease.id] = lease
+        if owner.grant_id:
+            self.by_grant[owner.grant] = lease
         self._by_session[owner.session_id][lease] = None
         self._by_request[owner.engine, owner.request_id][lease] = None
         self._items[owner.session_id] += LEASE_COST
         self._tenant_items[tenant_of(owner.engine[0])] += LEASE_COST
         self.extend(lease, items, sources, all_ready=all_ready)
         return lease
+
+    def check_grant(self, session: EngineSession, owner: Owner) -> None:
+        """Raises InvalidItem if the client has withdrawn the grant, or uses its id already."""
+        session.check_wanted(owner.grant_id)
+        if owner.grant_id and owner.grant in self.by_grant:
+            raise InvalidItem(f"grant_id {owner.grant_id} belongs to another lease of the session")
 
     def extend(
         self, lease: BlockLease, items: Sequence[Block | None], sources: bytes, *, all_ready: bool = False
@@ -266,11 +286,33 @@ class LeaseTable:
             if block is not None and not block.ready:
                 lease.pending += 1
                 self._waiting.setdefault(block, {}).setdefault(lease, []).append(item)
+        tenant = tenant_of(lease.owner.engine[0])
+        self._count_blocks(items, tenant)
         lease.items += items
         lease.hits += len(items) - items.count(None)
         lease.sources += sources
         self._items[lease.owner.session_id] += len(items)
-        self._tenant_items[tenant_of(lease.owner.engine[0])] += len(items) + PENDING_COST * (lease.pending - pending)
+        self._tenant_items[tenant] += len(items) + PENDING_COST * (lease.pending - pending)
+
+    def _count_blocks(self, items: Sequence[Block | None], tenant: bytes) -> None:
+        nbytes = 0
+        for block in items:
+            if block is not None:
+                block.leases += 1
+                if block.leases == 1:
+                    nbytes += block.allocated_bytes
+        self.leased_bytes[tenant] += nbytes
+
+    def _unpin(self, blocks: Sequence[Block]) -> None:
+        """Removes one pin of a lease per block."""
+        for block in blocks:
+            block.leases -= 1
+            if not block.leases:
+                tenant = tenant_of(block.namespace)
+                self.leased_bytes[tenant] -= block.allocated_bytes
+                if not self.leased_bytes[tenant]:
+                    del self.leased_bytes[tenant]
+        self._cpu_tier.unpin(blocks)
 
     def is_open(self, lease: BlockLease) -> bool:
         return self._leases.get(lease.id) is lease
@@ -303,12 +345,13 @@ class LeaseTable:
             pins += items[max(0, left - room) : left]
             if left > room:
                 self._pending_unpins.append((items, left - room))
-        self._cpu_tier.unpin(list(filter(None, pins)))
+        self._unpin(list(filter(None, pins)))
         return bool(self._pending_unpins)
 
     def _forget(self, lease: BlockLease) -> None:
         del self._leases[lease.id]
         owner = lease.owner
+        self.by_grant.pop(owner.grant, None)
         self._items[owner.session_id] -= LEASE_COST + len(lease.items)
         tenant = tenant_of(owner.engine[0])
         self._tenant_items[tenant] -= LEASE_COST + len(lease.items) + PENDING_COST * lease.pending
@@ -345,7 +388,7 @@ class LeaseTable:
             if not block.ready:
                 lease.items[item] = None
                 lease.hits -= 1
-                self._cpu_tier.unpin([block])
+                self._unpin([block])
         return waited
 
     def __iter__(self) -> Iterator[BlockLease]:

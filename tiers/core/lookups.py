@@ -7,7 +7,6 @@ from itertools import islice
 
 from ..base import TierFilter
 from ..errors import LimitExceeded
-from ..negotiation import NamespaceId
 from ..stats.counters import HitCounters
 from ..stats.eviction_history import EvictionHistory
 from ..stats.miss_ratio_curve import MissRatioCurves
@@ -19,8 +18,10 @@ from .conversations import Conversation, ConversationTable
 from .cpu_tier import CpuTier
 from .leases import BlockLease, LeaseTable, SlicedLookup
 from .miss_explainer import LookupMatch, MissExplainer
-from .prefetches import PrefetchAnswer, PrefetchBudget, PrefetchProgress
-from .secondary import Presence, SecondaryTierState
+from .placement import Placement
+from .prefetches import PrefetchAnswer, PrefetchProgress
+from .room_queue import RoomQueue
+from .secondary import Presence
 from .transfers import TransferScheduler
 
 __all__ = ["LookupHandler"]
@@ -47,10 +48,27 @@ class LookupHandler:
         new_ids: Iterator[int],
         continue_if: Callable[[bool], None],
         commands: list[Command],
+        region_bytes: int,
+        leased_part: float,
     ) -> None:
-        """`continue_if`: if its argument is True, `leases.unpin_slice` is called later."""
+        """`continue_if`: if its argument is True, `leases.unpin_slice` is called later.
+
+        For `leased_part` see `Placement`.
+        """
         self.leases = LeaseTable(cpu_tier, new_ids)
-        self.prefetches = PrefetchBudget(cpu_tier.memory)
+        self.room = RoomQueue(cpu_tier, commands)
+        self._placement = Placement(
+            cpu_tier=cpu_tier,
+            transfers=transfers,
+            leases=self.leases,
+            room=self.room,
+            region_bytes=region_bytes,
+            leased_part=leased_part,
+        )
+        self.prefetches = self._placement.prefetches
+        self.fetch = self._placement.fetch
+        self.drop_promotion = self._placement.drop_promotion
+        self.must_queue = self._placement.must_queue
         self.counters = counters
         self._cpu_tier = cpu_tier
         self._transfers = transfers
@@ -75,12 +93,19 @@ class LookupHandler:
         min_hits: int = 0,
         retain_until: float = 0.0,
         conversation: Conversation | None = None,
+        grant_id: int = 0,
+        may_wait: bool = False,
     ) -> SlicedLookup:
-        """Begins a lookup, which `look_up_slice` continues. Raises InvalidItem, LimitExceeded."""
+        """Begins a lookup, which `look_up_slice` continues. Raises InvalidItem, LimitExceeded.
+
+        `may_wait`: whether the lookup pauses if there is no room; see `SlicedLookup.lacks_room`.
+        """
         excluded = self._residency.excluded(tiers)
         self.check_room(session, len(keys))
-        owner = Owner(session.engine, session.id, request_id)
+        owner = Owner(session.engine, session.id, request_id, grant_id)
+        self.leases.check_grant(session, owner)
         lookup = SlicedLookup(session, owner, keys, prefix, excluded, min_hits, retain_until, user=owner.user)
+        lookup.may_wait = may_wait
         if conversation is not None:
             lookup.conversation = conversation
             lookup.retain_until = max(retain_until, conversation.retain_until)
@@ -112,10 +137,13 @@ class LookupHandler:
         return answer
 
     def look_up_slice(self, lookup: SlicedLookup, most: int | None = None, *, expires_at: float, now: float) -> bool:
-        """Looks up the next `most` keys; returns whether to call it again. Raises LimitExceeded.
+        """Looks up the next `most` keys; returns whether to call it again.
 
-        If the lease of the earlier slices has ended meanwhile, no key is a hit.
+        If the lease of the earlier slices has ended meanwhile, no key is a hit. Raises
+        LimitExceeded, or InvalidItem if the client has withdrawn the lookup.
         """
+        lookup.session.check_wanted(lookup.owner.grant_id)
+        lookup.lacks_room = False
         if lookup.lease is not None and not self.leases.is_open(lookup.lease):
             self.abandon(lookup)
             return False
@@ -134,7 +162,7 @@ class LookupHandler:
         else:
             if lookup.rest is None:
                 self.check_room(lookup.session, len(lookup.keys) - start)
-                self._find(lookup, keys, match)
+                keys = self._find(lookup, keys, match)
             runs, first_miss = self._misses.explain(lookup, keys, match)
             self._record(lookup, now, runs, first_miss)
             if lookup.prefetch is None:
@@ -207,26 +235,6 @@ class LookupHandler:
         lookup.is_short = len(lookup.keys) < lookup.min_hits and lookup.counted == wanted
         return True
 
-    def fetch(self, namespace: NamespaceId, blocks: Iterable[Block]) -> None:
-        """Promotes pinned blocks that only a secondary tier has, except during a reset (B3.19)."""
-        if self._cpu_tier.pending_reset_blocks(namespace):
-            return
-        found: list[tuple[SecondaryTierState, Block]] = []
-        for block in blocks:
-            if block.ready or block.pending or block.hold_only:
-                continue
-            # A publication does not come again after the answers of shared tiers.
-            secondary, _ = self._residency.find(block.namespace, block.key, counted=False, waits=False)
-            if secondary is not None:
-                block.promoting = True
-                found.append((secondary, block))
-        self._cpu_tier.reserve([block for _, block in found])
-        for _, block in found:
-            if None in block.slots:
-                self.drop_promotion(block)
-        self._transfers.promote([(secondary, block) for secondary, block in found if block.promoting], None)
-        self._residency.send_queries()
-
     def end(self, leases: Iterable[BlockLease]) -> None:
         """Ends leases, and removes their pins in slices. Pending blocks count as hits."""
         for lease in leases:
@@ -265,26 +273,22 @@ class LookupHandler:
                 lease.record.fail(item, reason)
         return list(dict.fromkeys(lease for lease, _ in waited if not lease.pending))
 
-    def drop_promotion(self, block: Block) -> None:
-        """Frees all slots of a failed promotion. No client can write to such slots."""
-        block.promoting = False
-        ranks = [rank for rank, slot in enumerate(block.slots) if slot is not None]
-        block.written = 0
-        self._cpu_tier.release([self._cpu_tier.detach_slot(block, rank) for rank in ranks])
+    def _find(self, lookup: SlicedLookup, keys: Sequence[bytes], match: LookupMatch) -> Sequence[bytes]:
+        """Pins the hits among the next keys of a lookup, and starts promotions.
 
-    def _find(self, lookup: SlicedLookup, keys: Sequence[bytes], match: LookupMatch) -> None:
-        """Pins the hits among the next keys of a lookup, and starts promotions."""
+        Returns the keys that it has looked up: if the lookup waits for room, those before the first
+        block without room.
+        """
         self._match(lookup.session.namespace, keys, lookup.excluded, match, prefix=lookup.prefix)
         if lookup.prefix and not match.retries and not match.deferred:
             found = lookup.position + len(match.items)
             if lookup.is_short or (found < lookup.min_hits and not lookup.counted):
                 self._discard_hits(match)
-        started, has_room = self._start_promotions(
-            match, lookup.user, prefix=lookup.prefix, is_prefetch=lookup.prefetch is not None
-        )
-        if lookup.prefetch is not None:
-            hits = len(match.items) - match.items.count(None)
-            lookup.prefetch.add(present=hits - started, started=started, has_room=has_room)
+        self._placement.place(lookup, match)
+        if not lookup.lacks_room:
+            return keys
+        lookup.user = lookup if lookup.user is None else lookup.user
+        return keys[: len(match.items)]
 
     def _match(
         self,
@@ -355,44 +359,6 @@ class LookupHandler:
                 match.reasons[position] = MissReason.BELOW_THRESHOLD
                 match.items[position] = None
                 self._cpu_tier.unpin([found])
-
-    def _start_promotions(
-        self, match: LookupMatch, user: Hashable, *, prefix: bool, is_prefetch: bool
-    ) -> tuple[int, bool]:
-        """Allocates slots for promotions; blocks without slots become misses (B3.16).
-
-        Returns how many promotions it started, and whether there was room for all.
-        """
-        if not match.promotions:
-            return 0, True
-        wanted = [block for _, _, block in match.promotions]
-        self._cpu_tier.reserve(self.prefetches.admitted(wanted) if is_prefetch else wanted)
-        started = []
-        failed: set[Block] = set()
-        for _, secondary, block in match.promotions:
-            if None not in block.slots and not (prefix and failed):
-                started.append((secondary, block))
-            else:
-                self.drop_promotion(block)
-                failed.add(block)
-        if failed:
-            self._drop_unplaced(match, failed, prefix=prefix)
-        self._transfers.promote(started, user)
-        if is_prefetch:
-            self.prefetches.started(block for _, block in started)
-        return len(started), not failed
-
-    def _drop_unplaced(self, match: LookupMatch, failed: Collection[Block], *, prefix: bool) -> None:
-        """Turns blocks without slots into misses, and in a prefix all blocks behind them."""
-        first = next(position for position, block in enumerate(match.items) if block in failed)
-        if prefix:
-            match.retries = [position for position in match.retries if position < first]
-        for position, block in enumerate(match.items):
-            broken = prefix and position >= first
-            if block is not None and (broken or block in failed):
-                match.items[position] = None
-                match.reasons[position] = MissReason.NO_ROOM
-                self._cpu_tier.unpin([block])
 
     def _record_use(self, match: LookupMatch, user: Hashable, retain_until: float) -> int:
         """Records the use of the hits; returns how many could not be retained."""

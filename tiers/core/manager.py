@@ -134,6 +134,8 @@ class TierManager:
             new_ids=new_ids,
             continue_if=self._sliced_work.continue_if,
             commands=self._commands,
+            region_bytes=self._region_bytes,
+            leased_part=settings.leased_part,
         )
         self.handoffs = HandoffHandler(
             cpu_tier=self._cpu_tier,
@@ -167,6 +169,7 @@ class TierManager:
         self._sliced_work.pin_owners = (self._lookups.leases, self.handoffs, self._stores)
 
     def take_commands(self) -> list[Command]:
+        self._lookups.room.offer_if_changed()
         commands, self._commands[:] = self._commands.copy(), []
         return commands
 
@@ -292,19 +295,16 @@ class TierManager:
         session: EngineSession,
         keys: Sequence[bytes],
         *,
-        request_id: str,
         expires_at: float,
-        retain_until: float = 0,
-        extends: StoreId | None = None,
-        more: bool = False,
         now: float = 0,
+        **options: Any,
     ) -> StoreAnswer:
         """Grants slots for the missing parts of this session's rank. See `StoreHandler.prepare`.
 
         Raises InvalidKey if a key names an unknown group, InvalidItem if the session has no rank.
         """
-        limits = {"expires_at": expires_at, "now": max(now, self._now), "retain_until": retain_until}
-        answer = self._stores.prepare(session, keys, request_id=request_id, extends=extends, more=more, **limits)
+        now = max(now, self._now)
+        answer = self._stores.prepare(session, keys, expires_at=expires_at, now=now, **options)
         self._sliced_work.continue_if(self._cpu_tier.needs_spare_room)
         return answer
 
@@ -411,12 +411,12 @@ class TierManager:
         cpu = self._cpu_tier.stats(CPU_TIER, self._region_bytes, hits=hits[0], misses=keys - hits[0])
         tiers = (cpu, *(secondary.stats(hits[secondary.index]) for secondary in self._transfers.secondaries))
         if self._miss_ratio_curves is not None:
-            curve_of = self._miss_ratio_curves.of
-            tiers = tuple(replace(tier, estimates=curve_of(number)) for number, tier in enumerate(tiers))
+            tiers = tuple(replace(tier, estimates=self._miss_ratio_curves.of(n)) for n, tier in enumerate(tiers))
         return ManagerStats(
             tiers=tiers,
             leases=len(self._lookups.leases),
             oldest_lease_seconds=self._lookups.leases.oldest_age(self._now),
+            room=self._lookups.room.stats(),
             expired_leases=self._expired_leases,
             expired_stores=self._expired_stores,
             stores=len(self._stores.table),

@@ -28,6 +28,8 @@ class TierSettings:
         retained_part: fraction of each quota and of the memory without quota that may be retained.
         held_part: fraction of each quota and of the memory without quota in the CPU tier that holds
             may pin.
+        leased_part: fraction of a quota, or of the memory without quota in the CPU tier, that the
+            leases of one tenant may pin.
         spare_part: largest fraction of the CPU tier that is freed in advance of a store.
         max_holds: limit for the holds of one tenant.
         estimates: whether to estimate the hit ratio of other tier sizes.
@@ -40,6 +42,7 @@ class TierSettings:
     tenants: Sequence[Tenant] = ()
     retained_part: float = 0.5
     held_part: float = 0.25
+    leased_part: float = 1.0
     spare_part: float = 1 / 64
     max_holds: int = 4096
     estimates: bool = True

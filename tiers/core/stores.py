@@ -64,20 +64,23 @@ class StoreHandler:
         retain_until: float = 0.0,
         extends: StoreId | None = None,
         more: bool = False,
+        grant_id: int = 0,
     ) -> StoreAnswer:
         """Grants slots. `more`: the next slice of the keys follows, which `extends` the store.
 
         Until the last slice the store pins all blocks of its keys, also those that need no slot.
-        Raises LimitExceeded if the tenant has too many stores.
+        Raises LimitExceeded if the tenant has too many stores, InvalidItem if the client has
+        withdrawn the grant or uses its id already.
         """
         rank = session.own_rank()
-        store = self.table.extended(extends, session.engine)
+        session.check_wanted(grant_id)
+        owner = Owner(session.engine, session.id, request_id, grant_id)
+        store = self.table.extended(extends, owner)
         blocks = self._cpu_tier.find_or_add(session.namespace, keys)
         found = list(dict.fromkeys(blocks))
         for block in found:
             block.pins += 1  # no block of this store may be evicted to make room for another
         statuses, wanted = self._claim(blocks, rank)
-        owner = Owner(session.engine, session.id, request_id)
         request = self._requests.get(session.engine, request_id)
         if request is not None and request.conversation is not None:
             self._conversations.add(request.conversation, keys)

@@ -15,7 +15,7 @@ from ..types import HandoffDirection, MissReason, ShareStats
 from .miss_ratio_curve import HitRatio
 from .request_log import ClaimOutcome
 
-__all__ = ["ConversationStats", "HandoffStats", "ManagerStats", "NamespaceStats", "TierStats"]
+__all__ = ["ConversationStats", "HandoffStats", "ManagerStats", "NamespaceStats", "RoomStats", "TierStats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,18 @@ class ConversationStats:
     """Conversations that the server has forgotten since the start because of a limit."""
 
 
+@dataclass(slots=True)
+class RoomStats:
+    """Waits of lookups for room in the CPU tier."""
+
+    waiting: int = 0
+    """Lookups that wait now."""
+    waits: int = 0
+    """Waits that have begun since the start."""
+    waited_seconds: float = 0.0
+    """Duration of all waits that have ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class ManagerStats:
     tiers: tuple[TierStats, ...]
@@ -96,6 +108,7 @@ class ManagerStats:
     leases: int = 0
     oldest_lease_seconds: float = 0.0
     """Time since the oldest lease was granted; a renewal does not reset it."""
+    room: RoomStats = field(default_factory=RoomStats)
     expired_leases: int = 0
     """Leases that expired before their client released them."""
     expired_stores: int = 0

@@ -42,7 +42,7 @@ COPY_SECONDS = 1.0
 END_SECONDS = 0.5
 """Shortest time to end what was begun. Without this time no copy begins."""
 
-_ENDING = frozenset(("CacheService/CompleteStore", "CacheService/ReleaseLease"))
+_ENDING = frozenset(f"CacheService/{name}" for name in ("CompleteStore", "ReleaseLease", "WithdrawGrants"))
 
 
 class Deadline(threading.local):
@@ -105,6 +105,9 @@ class DeadlineTransport:
 
     def invalidate(self, session: ClientSession) -> None:
         self._transport.invalidate(session)
+
+    def withdraw(self, session: ClientSession, grant_id: int) -> None:
+        self._transport.withdraw(session, grant_id)
 
     def close(self) -> None:
         self._transport.close()

@@ -62,6 +62,7 @@ CACHE_CASES: dict[str, tuple[Callable[[World], dict[str, Any]], tuple[str, str |
     "CompleteLoad of an unknown lease": (lambda _: {"lease_id": 4711}, NO_LEASE),
     "CompleteLoad of another client's": (lambda w: {"lease_id": w.lease(w.theirs), "release": True}, NOT_OWNER),
     "ReleaseLease of another client's": (lambda w: {"lease_ids": [w.lease(w.theirs)]}, NOT_OWNER),
+    "WithdrawGrants of too many": (lambda _: {"grant_ids": range(257)}, INVALID),
     "ReleaseLease of too many": (lambda _: {"lease_ids": range(1_000_000)}, INVALID),
     "Touch of another client's": (lambda w: {"lease_ids": [w.lease(w.theirs)]}, NOT_OWNER),
     "Touch of too many": (lambda _: {"lease_ids": range(1_000_000)}, INVALID),

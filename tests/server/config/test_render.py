@@ -64,7 +64,7 @@ def test_json_has_bytes_and_seconds() -> None:
     loaded = load({"region_size": "1GiB"}, environ=ENVIRON)
     values = json.loads(render.to_json(loaded))
     assert values["config"]["region_size"] == GIB
-    assert values["config"]["leases"] == {"default": 60.0, "max": 600.0}
+    assert values["config"]["leases"] == {"default": 60.0, "max": 600.0, "part": 0.75}
     assert values["config"]["tiers"][0]["type"] == "lmdb"
     assert values["origins"]["region_size"] == "--region-size"
 

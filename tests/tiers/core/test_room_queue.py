@@ -1,0 +1,406 @@
+"""Lookups that wait for room in the CPU tier: order, pins, and the bound of leases."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from core_rig import HIT, MISS, Rig, keys, ready_blocks
+from simulation import EXTENT, ModelTier
+
+from kvtier.tiers.base import NamespaceId, Outcome
+from kvtier.tiers.core.commands import RoomOffered
+from kvtier.tiers.core.leases import SlicedLookup
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.room_queue import MAX_WAITERS
+from kvtier.tiers.core.settings import TierSettings
+from kvtier.tiers.errors import InvalidItem
+from kvtier.tiers.eviction.quotas import Tenant
+from kvtier.tiers.types import EngineSession, NamespaceSpec, tenant_of
+
+SLOTS = EXTENT // 4096
+ALICE, BOB = b"A" * 16, b"B" * 16
+
+
+def spec_of(tenant: bytes) -> NamespaceSpec:
+    return NamespaceSpec(NamespaceId(tenant + b"n" * 16), world_size=1, part_bytes=(4096, 16384))
+
+
+@dataclass
+class Crowd:
+    """Clients of one core, whose blocks are on the disk and not in the CPU tier."""
+
+    part: float = 1.0
+    tenants: list[Tenant] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        settings = TierSettings(eviction={"cpu": "lru"}, leased_part=self.part, tenants=self.tenants)
+        self.core = TierManager(EXTENT, EXTENT, [ModelTier("disk", 1 << 30)], settings=settings)
+        self.core.add_memory(0, EXTENT)
+        self.room = self.core.lookup_handler.room
+        self.now = 0.0
+        self.offered: list[object] = []
+
+    def open(self, name: str, tenant: bytes = ALICE) -> EngineSession:
+        return self.core.open_session(name.encode(), name, None, spec_of(tenant))
+
+    def run(self) -> None:
+        for command in self.core.take_commands():
+            if isinstance(command, RoomOffered):
+                self.offered.append(command.waiter)
+            elif hasattr(command, "blocks"):
+                self.core.job_finished(command.job_id, [Outcome.DONE] * len(command.blocks))
+                self.run()
+
+    def put_on_disk(self, session: EngineSession, names: list[bytes]) -> None:
+        for name in names:
+            answer = self.core.prepare_store(session, [name], request_id="", expires_at=60)
+            assert answer.store_id is not None
+            self.core.complete_store(session, answer.store_id)
+            self.run()
+
+    def begin(self, session: EngineSession, names: list[bytes], *, may_wait: bool = True) -> SlicedLookup:
+        return self.core.lookup_handler.begin(session, names, request_id="", prefix=True, may_wait=may_wait)
+
+    def step(self, lookup: SlicedLookup) -> bool:
+        most = None if lookup.waiter is None else 4
+        more = self.core.lookup_handler.look_up_slice(lookup, most, expires_at=60, now=self.now)
+        if lookup.lacks_room and lookup.waiter is None:
+            lookup.waiter = self.room.enter(lookup.session, self.now)
+            if lookup.waiter is not None and lookup.waiter.is_offered:  # it kept itself out
+                lookup.waiter.is_offered = False
+                return self.step(lookup)
+        if lookup.lacks_room and lookup.is_over_budget and lookup.waiter is not None:
+            self.room.yield_turn(lookup.waiter)
+        self.run()
+        return self.step(lookup) if more and not lookup.lacks_room else more
+
+    def end(self, lookup: SlicedLookup) -> None:
+        """The client gives its lease back, after its answer or in the middle."""
+        if lookup.waiter is not None:
+            self.room.leave(lookup.waiter, self.now)
+            lookup.waiter = None
+        self.core.lookup_handler.abandon(lookup)
+        self.run()
+
+
+def full(crowd: Crowd) -> tuple[SlicedLookup, EngineSession]:
+    """A lookup that has pinned all slots."""
+    session = crowd.open("first")
+    names = keys(*range(SLOTS))
+    crowd.put_on_disk(session, names)
+    lookup = crowd.begin(session, names)
+    assert not crowd.step(lookup)
+    return lookup, session
+
+
+def waiting(crowd: Crowd, number: int, *, tenant: bytes = ALICE, blocks: int = 2) -> SlicedLookup:
+    """A lookup of blocks that only the disk has, which waits for room."""
+    session = crowd.open(f"{tenant[:1].decode()}{number}", tenant)
+    lookup = crowd.begin(session, keys(*range(500 + 10 * number, 500 + 10 * number + blocks)))
+    if crowd.core.lookup_handler.must_queue(lookup):
+        lookup.waiter = crowd.room.enter(session, crowd.now)
+    else:
+        assert crowd.step(lookup)
+        assert lookup.lacks_room
+    return lookup
+
+
+def crowd_of(
+    waiters: list[bytes], *, blocks: int = 2, **options: object
+) -> tuple[Crowd, SlicedLookup, list[SlicedLookup]]:
+    crowd = Crowd(**options)  # type: ignore[arg-type]
+    for number, tenant in enumerate(waiters):
+        session = crowd.open(f"writer{number}", tenant)
+        crowd.put_on_disk(session, keys(*range(500 + 10 * number, 500 + 10 * number + blocks)))
+    holder, _ = full(crowd)
+    lookups = [waiting(crowd, n, tenant=tenant, blocks=blocks) for n, tenant in enumerate(waiters)]
+    crowd.offered.clear()
+    return crowd, holder, lookups
+
+
+def test_waiters_come_first_come_first_served() -> None:
+    """Only the head is offered room; each end of a wait offers it to the next."""
+    crowd, holder, lookups = crowd_of([ALICE] * 4)
+    crowd.end(holder)
+    for lookup in lookups:
+        assert crowd.offered.pop() is lookup.waiter
+        assert not crowd.offered, "no thundering herd"
+        assert not crowd.step(lookup)
+        assert lookup.answer().lease is not None
+        assert lookup.waiter is not None
+        crowd.offered.clear()
+        crowd.room.leave(lookup.waiter, crowd.now)
+        lookup.waiter = None
+        crowd.run()
+    assert not len(crowd.room)
+
+
+def test_tenants_take_turns() -> None:
+    """A tenant with many waiting lookups delays another tenant by one of them."""
+    crowd, holder, lookups = crowd_of([ALICE, ALICE, ALICE, ALICE, BOB])
+    crowd.end(holder)
+    order = []
+    for _ in lookups:
+        waiter = crowd.offered.pop()
+        crowd.offered.clear()
+        lookup = next(each for each in lookups if each.waiter is waiter)
+        order.append(lookups.index(lookup))
+        crowd.step(lookup)
+        crowd.offered.clear()
+        crowd.end(lookup)
+    assert order.index(4) <= 1
+
+
+def test_a_lookup_without_a_wait_takes_no_room_of_a_waiter() -> None:
+    """Its blocks are misses, and the room goes to the lookup that waits."""
+    crowd, holder, [lookup] = crowd_of([ALICE])
+    crowd.end(holder)
+    late = crowd.open("late")
+    crowd.put_on_disk(late, [])
+    hasty = crowd.begin(late, keys(500, 501), may_wait=False)
+    assert not crowd.step(hasty)
+    assert hasty.answer().statuses() == MISS * 2
+    assert not crowd.step(lookup)
+    assert lookup.answer().statuses()[:1] != MISS
+
+
+def test_the_head_keeps_what_it_gets() -> None:
+    """A lookup that needs much room gets it bit by bit, although others look up too."""
+    crowd, holder, [lookup] = crowd_of([ALICE], blocks=8)
+    assert holder.lease is not None
+    # The holder exchanges its lease for one on fewer blocks.
+    smaller = crowd.begin(holder.session, keys(*range(SLOTS - 4)))
+    assert not crowd.step(smaller)
+    crowd.end(holder)
+    assert crowd.step(lookup)
+    assert lookup.lacks_room
+    assert lookup.position == 4
+    crowd.end(smaller)
+    assert not crowd.step(lookup)
+    answer = lookup.answer()
+    assert answer.lease is not None
+    assert answer.lease.hits == 8
+    crowd.run()
+    assert answer.statuses() == HIT * 8
+
+
+def test_after_the_wait_the_rest_is_a_miss() -> None:
+    """A lookup that may wait no longer answers with what it has."""
+    crowd, holder, [lookup] = crowd_of([ALICE], blocks=4)
+    lookup.may_wait = False
+    assert not crowd.step(lookup)
+    assert lookup.answer().statuses() == MISS * 4
+    crowd.end(lookup)
+    crowd.end(holder)
+    assert not crowd.core.leases()
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_waiter_that_leaves_passes_its_turn_on(number: int) -> None:
+    """A cancelled lookup leaves the queue wherever it was, and leaks neither pins nor its place."""
+    crowd, holder, lookups = crowd_of([ALICE] * 3)
+    crowd.end(lookups.pop(number))
+    crowd.end(holder)
+    for lookup in lookups:
+        assert lookup.waiter in crowd.offered
+        assert not crowd.step(lookup)
+        crowd.end(lookup)
+    assert not len(crowd.room)
+    assert not crowd.core.leases()
+    assert not crowd.core.lookup_handler.leases.leased_bytes
+
+
+def test_a_tenant_has_a_limit_of_waiters() -> None:
+    """Further lookups do not wait, and another tenant can."""
+    crowd = Crowd()
+    alice, bob = crowd.open("a"), crowd.open("b", BOB)
+    waiters = [crowd.room.enter(alice, 0.0) for _ in range(MAX_WAITERS)]
+    assert None not in waiters
+    assert crowd.room.enter(alice, 0.0) is None
+    assert crowd.room.enter(bob, 0.0) is not None
+
+
+def test_leases_of_a_tenant_pin_a_part() -> None:
+    """Blocks beyond the part are misses, also in the CPU tier; other tenants have room."""
+    crowd = Crowd(part=0.5)
+    session = crowd.open("first")
+    crowd.put_on_disk(session, keys(*range(SLOTS)))
+    lookup = crowd.begin(session, keys(*range(SLOTS)), may_wait=False)
+    assert not crowd.step(lookup)
+    assert lookup.answer().statuses() == HIT * (SLOTS // 2) + MISS * (SLOTS - SLOTS // 2)
+    again = crowd.begin(session, keys(*range(SLOTS // 2)), may_wait=False)
+    assert not crowd.step(again)
+    assert again.answer().statuses() == HIT * (SLOTS // 2), "a block counts once"
+    other = crowd.open("other", BOB)
+    crowd.put_on_disk(other, keys(*range(4)))
+    assert crowd.step(crowd.begin(other, keys(*range(4)))) is False
+    crowd.end(lookup)
+    crowd.end(again)
+    assert len(crowd.core.lookup_handler.leases.leased_bytes) == 1
+
+
+@pytest.mark.parametrize("part", [0.5, 1.0])
+def test_a_lookup_that_can_never_fit_does_not_wait(part: float) -> None:
+    """A prefix of more than the memory, or than leases may pin, gets at once what fits."""
+    crowd = Crowd(part=part)
+    session = crowd.open("first")
+    names = keys(*range(2 * SLOTS))
+    crowd.put_on_disk(session, names)
+    lookup = crowd.begin(session, names)
+    assert not crowd.step(lookup)
+    assert not lookup.lacks_room
+    assert lookup.answer().lease is not None
+    assert int(part * SLOTS) - 8 <= lookup.answer().lease.hits <= int(part * SLOTS)  # type: ignore[union-attr]
+
+
+def test_a_tenant_at_its_bound_does_not_hold_the_line() -> None:
+    """Its waiting lookup yields to another tenant's, which has room."""
+    crowd = Crowd(part=0.5)
+    alice, bob = crowd.open("a"), crowd.open("b", BOB)
+    crowd.put_on_disk(bob, keys(*range(4)))
+    crowd.put_on_disk(alice, keys(*range(SLOTS)))
+    held = crowd.begin(alice, keys(*range(SLOTS // 2)))
+    assert not crowd.step(held)
+    lookup = crowd.begin(alice, keys(*range(SLOTS // 2, SLOTS // 2 + 4)))
+    assert crowd.step(lookup)
+    assert lookup.is_over_budget
+    theirs = crowd.begin(bob, keys(*range(4)))
+    if crowd.core.lookup_handler.must_queue(theirs):
+        theirs.waiter = crowd.room.enter(bob, 0.0)
+    crowd.core.tick(1.0)
+    crowd.run()
+    crowd.step(lookup)
+    assert theirs.waiter is None or theirs.waiter in crowd.offered
+    assert not crowd.step(theirs)
+    assert theirs.answer().lease is not None
+
+
+def test_lookups_after_a_withdrawal() -> None:
+    """A lookup that its client has withdrawn is refused, and its lease ends."""
+    rig = Rig()
+    rig.session.withdraw(7)
+    with pytest.raises(InvalidItem):
+        rig.core.lookup_handler.begin(rig.session, keys(1), request_id="", prefix=True, grant_id=7)
+    with pytest.raises(InvalidItem):
+        rig.core.prepare_store(rig.session, keys(1), request_id="", expires_at=60, grant_id=7)
+
+
+class Turmoil:
+    """Clients of three tenants that look up, read, release, cancel and wait in a random order."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.crowd = Crowd(part=self.rng.choice((0.3, 0.5, 1.0)))
+        self.tenants = (ALICE, BOB, b"C" * 16)
+        self.sessions = [self.crowd.open(f"{n}", self.rng.choice(self.tenants)) for n in range(12)]
+        self.holders: list[SlicedLookup] = []
+        self.waiting: list[SlicedLookup] = []
+        self.overtaken: dict[SlicedLookup, int] = {}
+        """Per waiting lookup the number of lookups of its session that began later and got room."""
+        for tenant in self.tenants:
+            self.crowd.put_on_disk(self.crowd.open(f"writer {tenant!r}", tenant), keys(*range(3 * SLOTS)))
+
+    def look_up(self) -> None:
+        start = self.rng.randrange(3 * SLOTS - 12)
+        names = keys(*range(start, start + self.rng.randrange(1, 12)))
+        lookup = self.crowd.begin(self.rng.choice(self.sessions), names, may_wait=self.rng.random() < 0.8)
+        if lookup.may_wait and self.crowd.core.lookup_handler.must_queue(lookup):
+            lookup.waiter = self.crowd.room.enter(lookup.session, self.crowd.now)
+            self._began_to_wait(lookup)
+        else:
+            self._step(lookup)
+
+    def _began_to_wait(self, lookup: SlicedLookup) -> None:
+        self.waiting.append(lookup)
+        self.overtaken[lookup] = 0
+
+    def _step(self, lookup: SlicedLookup) -> None:
+        before, has_waited = lookup.position, lookup.waiter is not None
+        self.crowd.step(lookup)
+        if lookup.lacks_room:
+            if not has_waited:
+                self._began_to_wait(lookup)
+            return
+        if has_waited:
+            self._served(lookup)
+        assert lookup.position >= before
+        if lookup.lease is not None:
+            self.holders.append(lookup)
+
+    def _served(self, lookup: SlicedLookup) -> None:
+        assert lookup.waiter is not None
+        self.waiting.remove(lookup)
+        del self.overtaken[lookup]
+        for other in self.waiting:
+            self.overtaken[other] += other.session is lookup.session and other.waiter.since < lookup.waiter.since
+        self.crowd.room.leave(lookup.waiter, self.crowd.now)
+        lookup.waiter = None
+        self.crowd.run()
+
+    def retry(self) -> None:
+        for lookup in [each for each in self.waiting if each.waiter is not None and each.waiter.is_offered]:
+            assert lookup.waiter is not None
+            lookup.waiter.is_offered = False
+            self._step(lookup)
+
+    def release(self) -> None:
+        if self.holders:
+            self.crowd.end(self.holders.pop(self.rng.randrange(len(self.holders))))
+
+    def cancel(self) -> None:
+        if self.waiting:
+            lookup = self.waiting.pop(self.rng.randrange(len(self.waiting)))
+            del self.overtaken[lookup]
+            self.crowd.end(lookup)
+
+    def withdraw(self) -> None:
+        """A client withdraws a grant: the lease ends, also that of a paused lookup."""
+        found = [each for each in (*self.holders, *self.waiting) if each.lease is not None]
+        leases = [each.lease for each in found if self.crowd.core.lookup_handler.leases.is_open(each.lease)]
+        if leases:
+            self.crowd.core.lookup_handler.end([self.rng.choice(leases)])
+            self.crowd.run()
+
+    def check(self) -> None:
+        core, leased = self.crowd.core, Counter[bytes]()
+        pinned = {block for lease in core.leases() for block in lease.items if block is not None}
+        for block in pinned:
+            leased[tenant_of(block.namespace)] += block.allocated_bytes
+        assert core.lookup_handler.leases.leased_bytes == leased
+        bound = self.crowd.part * EXTENT
+        assert all(nbytes <= bound for nbytes in leased.values())
+        assert len(self.crowd.room) == len(self.waiting) == core.stats().room.waiting
+        assert max(self.overtaken.values(), default=0) == 0, "first come first served within a session"
+        if not self.waiting:
+            assert not self.crowd.room._lines
+
+    def end(self) -> None:
+        """When all leases end, each waiting lookup is served in turn, and nothing is left."""
+        while self.holders:
+            self.release()
+        for _ in range(10 * len(self.waiting) + 10):
+            self.retry()
+            while self.holders:
+                self.release()
+            self.crowd.now += 1
+            self.crowd.core.tick(self.crowd.now)
+            self.crowd.run()
+        assert not self.waiting, f"{len(self.waiting)} lookups starve"
+        self.check()
+        assert not self.crowd.core.leases()
+        assert not any(block.pins for block in ready_blocks(self.crowd.core))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_turmoil(seed: int) -> None:
+    """No lookup starves or overtakes, and nothing leaks."""
+    turmoil = Turmoil(seed)
+    events = (turmoil.look_up, turmoil.retry, turmoil.release, turmoil.cancel, turmoil.withdraw)
+    for step in range(150):
+        turmoil.rng.choices(events, (6, 6, 4, 1, 1))[0]()
+        turmoil.check()
+        turmoil.crowd.now += step % 2
+    turmoil.end()
