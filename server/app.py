@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -13,6 +12,7 @@ from ..cuda.host.memory import tune_malloc
 from .config.schema import Config
 from .drain import Drain
 from .process.gc_tuning import FullCollector, HeapTrimmer, disable_full_gc
+from .process.signals import handle_signals
 from .process.systemd import ServiceManager
 from .rpc.sessions import SessionRegistry
 from .runtime import TierRuntime
@@ -49,7 +49,7 @@ _WATCH_SECONDS = 1.0
 
 
 def serve(config: Config) -> int:
-    """Runs a server until SIGTERM or SIGINT; returns the exit code of the process.
+    """Runs a server until a signal or a drain ends it; returns the exit code of the process.
 
     If the code is `EXIT_LEFT_BEHIND`, threads may still access the region. The caller must then end
     the process with `os._exit`, because a normal exit would unmap the region.
@@ -66,10 +66,8 @@ def serve(config: Config) -> int:
 
 
 async def _serve(config: Config) -> int:
-    loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    handle_signals(asyncio.get_running_loop(), stop)
     server = Server(config, stop.set)
     manager = ServiceManager()
     try:
