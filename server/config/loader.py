@@ -94,6 +94,8 @@ def load(
     size of the machine's memory and disk. `load` creates no file or directory.
     """
     builder = _Builder()
+    # Blanks around a value are ignored: it may come from a file with a line end.
+    environ = {name: value.strip() for name, value in environ.items()}
     path = file or environ.get(CONFIG_VARIABLE)
     if path:
         _read_file(Path(path), builder)
@@ -105,6 +107,8 @@ def load(
         raise ConfigError(*builder.problems)
 
     _add_defaults(builder, environ)
+    if builder.problems:
+        raise ConfigError(*builder.problems)
     values = builder.values
     if "tiers" in builder.origins:
         tier_tables = values["tiers"]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness.payloads import payload, key_of, namespace_of
+from harness.payloads import key_of, namespace_of, payload
 from harness.polling import polls, wait_until
 from harness.server_process import MIB, ServerProcess, bulk_pid
 from harness.traffic import PART, wait_connected
@@ -74,7 +74,7 @@ def test_a_signal_that_ends_the_server_loses_no_block(
         server.start()
         with Client(server.endpoint, namespace=namespace_of(PART), transport="tcp") as client:
             start_streams(client)
-        keys = store_without_flush(server.endpoint)
+        store_without_flush(server.endpoint)
         send(server, number)
         with contextlib.suppress(ProcessLookupError):
             send(server, number)
