@@ -23,6 +23,7 @@ from .startup import (
     StartError,
     add_services,
     bind_endpoints,
+    bind_streams,
     claim_sockets,
     load_access_control,
     make_peer_tier,
@@ -125,9 +126,11 @@ class Server:
 
         drain, loop_lag = Drain(runtime, sessions, self._end), LoopLag()
         status = partial(build_status, runtime, sessions, started, loop_lag)
-        add_services(backend, listeners, AdminService(runtime, sessions, status, drain, listeners.turns), closers)
-        health = await register_health(listeners.grpc)
         self.ports = bind_endpoints(config, listeners.grpc, access)
+        streams = bind_streams(config, closers)
+        admin = AdminService(runtime, sessions, status, drain, listeners.turns)
+        add_services(backend, listeners, admin, streams, closers)
+        health = await register_health(listeners.grpc)
         self.metrics_port = start_metrics_server(backend, drain, status, closers)
 
         # Called after the tiers are open, so that the many objects of their indexes are exempt.

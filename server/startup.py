@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,7 @@ from .rpc.request_checks import RequestValidator
 from .rpc.sessions import SessionRegistry
 from .rpc.slice_scheduler import SliceScheduler
 from .rpc.socket_calls import SocketCallServer
-from .rpc.sockets import SocketClaim, SocketError, port_error
+from .rpc.sockets import SocketClaim, SocketError, bind_tcp, port_error
 from .rpc.writers import Writers
 from .runtime import TierRuntime
 from .services.admin import AdminService
@@ -81,6 +81,7 @@ __all__ = [
     "StartError",
     "add_services",
     "bind_endpoints",
+    "bind_streams",
     "claim_sockets",
     "load_access_control",
     "make_peer_tier",
@@ -298,8 +299,32 @@ def open_listeners(
     return Listeners(grpc.aio.server(interceptors=[interceptor], options=options), socket_calls, attach, turns)
 
 
-def add_services(backend: Backend, listeners: Listeners, admin: AdminService, closers: AsyncExitStack) -> None:
-    """Registers all services with gRPC, and unary calls also with the socket call server."""
+def bind_streams(config: Config, closers: AsyncExitStack) -> list[socket.socket]:
+    """Returns the TCP sockets of the bulk process, on the hosts of `listen`."""
+    hosts = [endpoint.host for endpoint in config.endpoints if not endpoint.is_unix and config.bulk.tcp]
+    if not hosts:
+        return []
+    try:
+        bound = bind_tcp(hosts, config.bulk.tcp_port)
+    except OSError as error:
+        where = f"bulk.tcp_port = {config.bulk.tcp_port}: cannot listen on {', '.join(hosts)}"
+        raise StartError(f"{where}: {error.strerror}") from error
+    for each in bound:
+        closers.callback(each.close)
+    return bound
+
+
+def add_services(
+    backend: Backend,
+    listeners: Listeners,
+    admin: AdminService,
+    streams: Sequence[socket.socket],
+    closers: AsyncExitStack,
+) -> None:
+    """Registers all services with gRPC, and unary calls also with the socket call server.
+
+    `streams`: TCP sockets of the bulk process.
+    """
     config, runtime, sessions, metrics = backend.config, backend.runtime, backend.sessions, backend.metrics
     attach, access = listeners.attach, backend.access
     validator = RequestValidator(config.limits, config.leases, config.retention, config.handoff)
@@ -318,7 +343,7 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     sessions.on_close.append(broker.end_streams_of_session)
     sessions.on_revoke.append(broker.end_streams_of_session)
     runtime.end_readers = broker.end_streams_of_lease
-    bulk = BulkProcess(runtime.region, config, broker, attach.adopt)
+    bulk = BulkProcess(runtime.region, config, broker, attach.adopt, streams)
     attach.serve_streams = bulk.serve_streams
     closers.push_async_callback(bulk.close)
 
