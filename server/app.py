@@ -34,6 +34,7 @@ from .startup import (
     start_metrics_server,
     start_publisher,
 )
+from .telemetry.downgrades import Downgrades
 from .telemetry.health import Health
 from .telemetry.logs import get_logger
 from .telemetry.loop_lag import LoopLag, watch_loop
@@ -49,8 +50,10 @@ _GRACE_SECONDS = 1.0
 _WATCH_SECONDS = 1.0
 
 
-def serve(config: Config) -> int:
+def serve(config: Config, downgrades: Downgrades | None = None) -> int:
     """Runs a server until a signal or a drain ends it; returns the exit code of the process.
+
+    `downgrades`: those that were found before the start.
 
     If the code is `EXIT_LEFT_BEHIND`, threads may still access the region. The caller must then end
     the process with `os._exit`, because a normal exit would unmap the region.
@@ -60,17 +63,17 @@ def serve(config: Config) -> int:
     # of 5 ms, one busy thread would reduce the copy rate by a factor of 100.
     sys.setswitchinterval(1e-4)
     try:
-        return asyncio.run(_serve(config))
+        return asyncio.run(_serve(config, downgrades))
     except StartError as error:
         _log.error("cannot start", reason=str(error))
         return 1
 
 
-async def _serve(config: Config) -> int:
+async def _serve(config: Config, downgrades: Downgrades | None) -> int:
     stop = asyncio.Event()
     handle_signals(asyncio.get_running_loop(), stop)
-    server = Server(config, stop.set)
-    manager = ServiceManager()
+    server = Server(config, stop.set, downgrades)
+    manager = ServiceManager(server.downgrades)
     try:
         await server.start()
         manager.ready()
@@ -94,13 +97,16 @@ class Server:
     4. Tracing sends the last spans; the runtime closes tiers and region; sockets are released.
     """
 
-    def __init__(self, config: Config, end: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, config: Config, end: Callable[[], object] = lambda: None, downgrades: Downgrades | None = None
+    ) -> None:
         """`end` is called when `kvtier drain` ends the server. The caller must then call `stop`."""
         self.config = config
         self.ports: list[int] = []
         """TCP ports that the server listens on. A configured port 0 appears as the chosen port."""
         self.metrics_port: int | None = None
         self._end = end
+        self.downgrades = downgrades or Downgrades()
         self._runtime: TierRuntime | None = None
         self._closers = contextlib.AsyncExitStack()
         self._has_started = False
@@ -118,7 +124,7 @@ class Server:
         access = load_access_control(config)
         sockets = claim_sockets(config, closers)
         peers = make_peer_tier(config)
-        runtime = self._runtime = await open_runtime(config, closers, peers)
+        runtime = self._runtime = await open_runtime(config, closers, peers, self.downgrades)
         sessions = SessionRegistry(runtime, config.limits.max_sessions, access.rate_limiters)
         metrics, tracing = open_telemetry(config, runtime, sessions, started, closers)
         backend = Backend(config, runtime, sessions, access, metrics, peers)

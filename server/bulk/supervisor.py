@@ -16,6 +16,7 @@ import msgspec
 from ...cuda.host.region import HostRegion
 from ..config.schema import Config
 from ..process.child import Child, RestartBackoff
+from ..telemetry.downgrades import Downgrades
 from ..telemetry.logs import get_logger
 from .broker import BulkBroker
 from .messages import Listening, Ping, Pong, Setup, ToChild, decode_from_child, encode
@@ -47,6 +48,7 @@ class BulkProcess:
         broker: BulkBroker,
         take_calls: Callable[[socket.socket], None],
         listeners: Sequence[socket.socket] = (),
+        downgrades: Downgrades | None = None,
     ) -> None:
         """`take_calls` gets the connections for calls that the child has accepted.
 
@@ -62,6 +64,7 @@ class BulkProcess:
         self._child: Child | None = None
         self._handover: socket.socket | None = None
         """Connected to the child while the child serves."""
+        self._downgrades = downgrades or Downgrades()
         self._listeners = listeners
         self._port = listeners[0].getsockname()[1] if listeners else 0
         self._answers = 0
@@ -142,11 +145,15 @@ class BulkProcess:
             began = time.monotonic()
             try:
                 await self._run_once()
+                cause = "it ended"
             except (OSError, RuntimeError, msgspec.MsgspecError) as error:  # or no thread available
-                _log.warning("bulk process failed", error=str(error))
+                cause = str(error)
+                _log.warning("bulk process failed", error=cause)
             self._turn_away()
             backoff.ended(time.monotonic() - began)
             _log.warning("bulk process has ended; streams go through the server", retry_seconds=backoff.remaining())
+            text = f"the bulk process does not run, so streams are slower: {cause}"
+            self._downgrades.report("streams", text, "see the log lines of the bulk process", is_logged=False)
             await asyncio.sleep(backoff.remaining())
 
     async def _run_once(self) -> None:
@@ -200,6 +207,7 @@ class BulkProcess:
         message = decode_from_child(payload)
         if isinstance(message, Listening):
             self._handover = handover
+            self._downgrades.end("streams")
             _log.info("bulk process serves", pid=self._child and self._child.pid, port=self._port)
         elif isinstance(message, Pong):
             self._answers += 1

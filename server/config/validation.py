@@ -175,6 +175,17 @@ def _reach(address: str) -> str:
 
 def warnings(config: Config) -> Iterator[str]:
     """Yields a warning for each setting that is permitted, but perhaps a mistake."""
+    yield from _listen_warnings(config)
+    if config.metrics is not None and not config.auth.metrics and not parse_endpoint(config.metrics).is_loopback:
+        yield f"metrics on {config.metrics}: the whole network can see models, engines and tenants; see auth.metrics"
+    for address in (config.events.publish, config.events.replay):
+        if address is not None and address.startswith("tcp://") and config.events.keys is None:
+            yield f"events on {address}: {_reach(address)} can read the block hashes of all tenants"
+    if config.region_size > memory_bytes() // 2:
+        yield f"region_size = {format_size(config.region_size)} is more than half of this machine's memory"
+
+
+def _listen_warnings(config: Config) -> Iterator[str]:
     for endpoint in config.endpoints:
         reach = "every user of this host" if endpoint.is_loopback else "everyone on the network"
         if endpoint.is_unix:
@@ -185,10 +196,5 @@ def warnings(config: Config) -> Iterator[str]:
             yield f"listening on {endpoint} unencrypted: {reach} can read and write the cache"
         elif not config.authenticates:
             yield f"listening on {endpoint} without authentication: {reach} can read and write the cache"
-    if config.metrics is not None and not config.auth.metrics and not parse_endpoint(config.metrics).is_loopback:
-        yield f"metrics on {config.metrics}: the whole network can see models, engines and tenants; see auth.metrics"
-    for address in (config.events.publish, config.events.replay):
-        if address is not None and address.startswith("tcp://") and config.events.keys is None:
-            yield f"events on {address}: {_reach(address)} can read the block hashes of all tenants"
-    if config.region_size > memory_bytes() // 2:
-        yield f"region_size = {format_size(config.region_size)} is more than half of this machine's memory"
+    if not config.bulk.tcp and any(not endpoint.is_unix for endpoint in config.endpoints):
+        yield "bulk.tcp = false: clients of TCP addresses use gRPC streams, which are slower than sockets"

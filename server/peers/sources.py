@@ -148,6 +148,7 @@ class PeerSources:
                 # Its `tls_name` may differ, because several listed names may have this address.
                 if found is None or (found.host, found.port) != (address.host, address.port):
                     del self._breakers[address]
+                    self._runtime.downgrades.end("peers", str(address))
 
     async def close(self) -> None:
         self._directory.close()
@@ -197,6 +198,9 @@ class PeerSources:
             _log.warning("no blocks from another server", server=server, reason=f"{error}")
             return _REFUSED
         self._breakers[address].failed(f"{error}")
+        cause = f"blocks of the server {server} are not loaded: {str(error) or 'no answer in time'}"
+        remedy = "check that this server runs, and peers.servers, TLS and firewalls; docs/peers.md"
+        self._runtime.downgrades.report("peers", cause, remedy, subject=server, is_logged=False)
         if isinstance(error, PeerError | TimeoutError | CredentialsError):
             _log.warning("no blocks from another server", server=server, reason=f"{error}" or "no answer in time")
         else:
@@ -233,6 +237,7 @@ class PeerSources:
             until=until,
         )
         self._breakers[address].succeeded()
+        self._runtime.downgrades.end("peers", str(address))
         if lease is None:
             return Located(_ABSENT)
         # Searches at the same time may have located the same blocks, or others.

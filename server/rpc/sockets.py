@@ -22,7 +22,7 @@ from ...protos.endpoint import Endpoint, default_endpoint
 __all__ = ["SocketClaim", "SocketError", "bind_tcp", "port_error"]
 
 _ATTEMPTS = 10
-_WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - addresses that an operator may configure
+_WILDCARDS = ("0.0.0.0", "::", "*")  # noqa: S104 - addresses that an operator may configure
 _NO_SUCH_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.ENODEV, errno.EPROTONOSUPPORT)
 _BACKLOG = 128
 

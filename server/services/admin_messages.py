@@ -23,12 +23,14 @@ from ...tiers.stats.snapshots import HandoffStats, TierStats
 from ...tiers.types import NAMESPACE_BYTES, HandoffDirection, MissReason, ShareStats
 from ..rpc.sessions import PROTOCOL_VERSIONS, OpenSession, SessionRegistry
 from ..runtime import TierRuntime
+from ..telemetry.downgrades import Downgrade
 from ..telemetry.loop_lag import LoopLag
 from .online_fsck import Progress
 
 __all__ = [
     "POLICIES",
     "build_status",
+    "current_downgrades",
     "duration_of",
     "evict_step",
     "explain_answer",
@@ -37,6 +39,10 @@ __all__ = [
     "handoff_totals",
     "lease_status",
 ]
+
+_ATTACH_SECONDS = 10.0
+"""Time within which a client maps the region after it has opened its session."""
+_NAMED_SESSIONS = 3
 
 POLICIES = {
     OffloadPolicy.BLOCK_LEVEL: cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL,
@@ -75,7 +81,30 @@ def build_status(
         misses=_miss_counts(stats.misses_by_reason),
         uptime=duration_of(now - ready_at),
         loop_lag=duration_of(loop_lag.worst),
+        downgrades=[
+            admin_pb2.Downgrade(feature=each.feature, cause=each.cause, remedy=each.remedy)
+            for each in current_downgrades(runtime, sessions)
+        ],
     )
+
+
+def current_downgrades(runtime: TierRuntime, sessions: SessionRegistry) -> list[Downgrade]:
+    """Returns the reported downgrades, and those that are seen in the tiers and sessions."""
+    found = runtime.downgrades.all()
+    for tier in runtime.tiers:
+        if (limitation := tier.limitation()) is not None:
+            found.append(Downgrade("tiers", f"tier {tier.name}: {limitation}", "kvtier doctor --only disks"))
+    since = runtime.now() - _ATTACH_SECONDS
+    unmapped = [each for each in sessions.all() if _is_unmapped(each) and each.opened_at < since]
+    if unmapped:
+        names = ", ".join(f"{each.client_name} (pid {each.pid})" for each in unmapped[:_NAMED_SESSIONS])
+        cause = f"{len(unmapped)} sessions have not mapped the shared memory, so their copies are slower: {names}"
+        found.append(Downgrade("shared_memory", cause, "see the warning in the engine's log"))
+    return found
+
+
+def _is_unmapped(session: OpenSession) -> bool:
+    return session.transport == "shm" and not session.attachments
 
 
 def _tier_status(tier: TierStats) -> admin_pb2.TierStatus:
