@@ -33,6 +33,12 @@ class ConnectionState:
         return session.ref.epoch if (session := self._transport.session) else None
 
     @property
+    def downgrades(self) -> tuple[str, ...]:
+        """Causes for which the current session is slower than it could be; empty without any."""
+        session = self._transport.session
+        return () if session is None else tuple(f"{what}: {why}" for what, why in session.downgrades.copy().items())
+
+    @property
     def transport(self) -> str | None:
         """Current transport of bytes: "shm", "tcp" or "grpc"; None while there is no session."""
         return session.transport if (session := self._transport.session) else None

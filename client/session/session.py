@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 from ...cuda.host.pinning import Pin, Pinning
 from ...cuda.host.region import HostRegion, RegionError
@@ -14,9 +16,14 @@ from ...protos.wire.socket_frames import HEAD_BYTES, REGION_ANSWER_BYTES, Purpos
 from ..errors import KVTierError, SessionLost
 from .socket_calls import SocketCalls, SocketTarget, message_of
 
-__all__ = ["AttachError", "Attachment", "ClientSession"]
+__all__ = ["AttachError", "Attachment", "ClientSession", "Slower"]
+
+_log = logging.getLogger(__name__)
 
 _ATTACH_SECONDS = 2.0
+
+Slower = Literal["shared memory is not used", "streams do not use the socket", "calls do not use the socket"]
+"""What a client lacks, in logs."""
 
 
 class AttachError(Exception):
@@ -81,6 +88,7 @@ class ClientSession:
         tiers: names of the tiers; `LookupResult.source_indices` are indices in this tuple.
         packs_keys: whether the server accepts packed keys.
         calls: sockets for unary calls; None if unary calls use gRPC.
+        downgrades: causes for which this session is slower than it could be.
     """
 
     def __init__(
@@ -90,7 +98,11 @@ class ClientSession:
         attachment: Attachment | None,
         transport_reason: str,
         calls: SocketCalls | None = None,
+        warned: dict[Slower, str] | None = None,
     ) -> None:
+        """`warned`: causes that the client has logged, also in earlier sessions."""
+        self.downgrades: dict[Slower, str] = {}
+        self._warned = {} if warned is None else warned
         self.ref = ref
         self.transport = "grpc" if attachment is None else "shm"
         self.transport_reason = transport_reason
@@ -104,6 +116,17 @@ class ClientSession:
         self._users = 0
         self.ended = False
         self._cancels: set[Callable[[], object]] = set()
+
+    def downgraded(self, what: Slower, cause: str) -> None:
+        """Records that this session is slower, and logs it unless the client has logged it."""
+        self.downgrades[what] = cause
+        if self._warned.get(what) != cause:
+            self._warned[what] = cause
+            _log.warning("kvtier: %s: %s", what, cause)
+
+    def recovered(self, what: Slower) -> None:
+        self.downgrades.pop(what, None)
+        self._warned.pop(what, None)
 
     def use_calls(self, calls: SocketCalls) -> None:
         """Uses `calls` for unary calls from now on and closes the previous sockets."""
