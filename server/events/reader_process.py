@@ -82,8 +82,9 @@ class ReaderProcess:
         self._opened.close()
 
     async def _run_once(self, publish: Callable[[], Awaitable[None]]) -> None:
-        fds = [socket.fileno() for socket in self._sockets]
-        child = await Child.start(_MODULE, [str(fd) for fd in (*fds, -1)], fds, self._take)
+        groups = [socket.filenos() for socket in self._sockets]
+        fds = [fd for group in groups for fd in group]
+        child = await Child.start(_MODULE, [",".join(map(str, group)) for group in groups], fds, self._take)
         tasks = []
         try:
             self._child, self._untaken = child, 0
