@@ -93,10 +93,16 @@ def test_readers_of_both_families(tmp_path: Path, host: str, readers: list[str])
                     wait_connected(client)
 
                     def arrives() -> bool:
-                        """Stores again until the subscription has reached the publisher."""
+                        """Stores until the subscription has reached the publisher.
+
+                        A block that is stored and removed between two messages has none.
+                        """
                         store(client, KEYS)
-                        client.reset(wait=30)
-                        return bool(subscriber.poll(200))
+                        found = subscriber.poll(500)
+                        if not found:
+                            client.reset(wait=30)
+                            found = subscriber.poll(500)
+                        return bool(found)
 
                     wait_until(arrives, 60)
                     assert subscriber.recv_multipart()[0] == b"kvtier"
