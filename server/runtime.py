@@ -417,7 +417,7 @@ class TierRuntime:
         if region.huge_bytes < possible * _HUGE_PART:
             part = f"{region.huge_bytes / region.size_bytes:.0%} of the region is on huge pages"
             why = "memory is fragmented" if region.huge_bytes else "the kernel gives none (before 6.1, or they are off)"
-            remedy = "kvtier doctor --only huge_pages; docs/tuning.md#huge-pages"
+            remedy = "kvtier doctor --only huge_pages; docs/troubleshooting.md#it-is-slow"
             self.downgrades.report("region", f"{part}, because {why}: copies are slower", remedy, subject="huge pages")
         if region.misplaced is not None:
             cause = f"the kernel chose the NUMA nodes of the region: {region.misplaced}"

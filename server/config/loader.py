@@ -22,6 +22,7 @@ from ...protos.endpoint import CREDENTIAL_VARIABLES, ENDPOINT_VARIABLE, default_
 from ...protos.trusted_files import read_trusted
 from .fields import LISTS, SETTINGS, TABLES, nearest
 from .machine import memory_bytes
+from .proxies import proxy_warnings
 from .schema import Config, ConfigError
 from .tenants import read_tenants
 from .tiers import DEFAULT_TABLES, read_tiers, size_notes
@@ -128,7 +129,8 @@ def load(
         raise ConfigError(*problems)
     config = _build(values)
     notes = (*builder.notes, *size_notes(config.tiers, tier_tables))
-    return Loaded(config, builder.origins, (*builder.warnings, *warnings(config)), notes)
+    found = (*builder.warnings, *warnings(config), *proxy_warnings(config, environ))
+    return Loaded(config, builder.origins, found, notes)
 
 
 def _flag(key: str) -> str:

@@ -218,7 +218,7 @@ def server(context: CheckContext) -> Iterator[CheckResult]:
         yield warn(
             f"{each.feature}: {each.cause}",
             "a path of the server is slower, or a feature is absent",
-            each.remedy or "docs/troubleshooting.md#something-is-slower-or-absent",
+            each.remedy or "docs/running.md#downgrades",
         )
     if status.quarantined_bytes:
         yield warn(
