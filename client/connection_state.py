@@ -36,7 +36,8 @@ class ConnectionState:
     def downgrades(self) -> tuple[str, ...]:
         """Causes for which the current session is slower than it could be; empty without any."""
         session = self._transport.session
-        return () if session is None else tuple(f"{what}: {why}" for what, why in session.downgrades.copy().items())
+        found = session.downgrades.copy() if session is not None else {}
+        return tuple(f"{what}: {why}".removeprefix("kvtier: ") for what, why in found.items())
 
     @property
     def transport(self) -> str | None:

@@ -254,7 +254,7 @@ class SessionConnection:
         else:
             return "shm"
         if self._identity.transport == "shm":
-            raise InvalidRequest(f"transport shm: {self._no_region or f'no {path} on this host'}")
+            raise InvalidRequest(self._no_region or f"transport shm: no {path} on this host")
         return "grpc"
 
     def _make_session(
@@ -268,7 +268,7 @@ class SessionConnection:
                 reason = "set by the client"
             session = ClientSession(first.session, capabilities, None, self._no_region or reason, warned=self._warned)
             if self._no_region:
-                session.downgraded("shared memory is not used", self._no_region)
+                session.downgraded("kvtier: shared memory is not used", self._no_region)
             return session
         path = capabilities.region.attach_path
         target = SocketTarget(path, first.session, self._credentials, is_chosen=is_chosen(path, self._endpoint))
@@ -279,16 +279,16 @@ class SessionConnection:
                 # Probably the server was killed a moment ago, so another attempt can succeed.
                 raise NotConnected(f"transport shm: {error}") from error
             session = ClientSession(first.session, capabilities, None, f"shm failed: {error}", warned=self._warned)
-            session.downgraded("shared memory is not used", f"{error}")
+            session.downgraded("kvtier: shared memory is not used", f"{error}")
             return session
         calls = SocketCalls(target) if capabilities.region.takes_calls else None
         is_prepared = calls is not None and calls.prepare()
         session = ClientSession(
             first.session, capabilities, attachment, "same host", calls if is_prepared else None, warned=self._warned
         )
-        session.recovered("shared memory is not used")
+        session.recovered("kvtier: shared memory is not used")
         if calls is not None and not is_prepared:
-            session.downgraded("calls do not use the socket", calls.refusal)
+            session.downgraded("kvtier: calls do not use the socket", calls.refusal)
         # If no thread can be started, only the first copies are slower.
         with contextlib.suppress(RuntimeError):
             arguments = (attachment.region, attachment.pinning, lambda: session.ended)

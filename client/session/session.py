@@ -22,8 +22,10 @@ _log = logging.getLogger(__name__)
 
 _ATTACH_SECONDS = 2.0
 
-Slower = Literal["shared memory is not used", "streams do not use the socket", "calls do not use the socket"]
-"""What a client lacks, in logs."""
+Slower = Literal[
+    "kvtier: shared memory is not used", "kvtier: streams do not use the socket", "kvtier: calls do not use the socket"
+]
+"""What a client lacks, as the beginning of a log line."""
 
 
 class AttachError(Exception):
@@ -122,7 +124,7 @@ class ClientSession:
         self.downgrades[what] = cause
         if self._warned.get(what) != cause:
             self._warned[what] = cause
-            _log.warning("kvtier: %s: %s", what, cause)
+            _log.warning("%s: %s", what, cause)
 
     def recovered(self, what: Slower) -> None:
         self.downgrades.pop(what, None)

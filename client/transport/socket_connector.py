@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _LOCATE_SECONDS = 5.0
 _FIRST_RETRY_SECONDS = 0.1
 _LAST_RETRY_SECONDS = 5.0
-_NO_SOCKET: Final = "streams do not use the socket"
+_NO_SOCKET: Final = "kvtier: streams do not use the socket"
 
 
 class GrpcStreams:
@@ -179,7 +179,7 @@ class SocketConnector:
             return True
         try:
             streams.connect()
-        except (OSError, ValueError, KVTierError) as error:  # for example, a firewall, or a deleted certificate
+        except (OSError, ValueError, KVTierError) as error:  # a firewall, a deleted certificate
             if not (session.ended or self._closing.is_set()):
                 session.downgraded(_NO_SOCKET, f"{address}: {error}")
             return False

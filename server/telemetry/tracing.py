@@ -174,7 +174,8 @@ def _provider(endpoint: str, ratio: float, epoch: int, downgrades: Downgrades) -
             else:
                 cause = f"spans are lost, because the collector at {endpoint} does not accept them"
                 remedy = "check tracing.endpoint, the collector, and proxies (kvtier doctor)"
-                downgrades.report("tracing", cause, remedy, is_logged=False)  # the exporter logs the cause
+                # The exporter logs the cause.
+                downgrades.report("tracing", cause, remedy, is_logged=False)
             return result
 
     sender = ReportingExporter(endpoint, timeout=_TIMEOUT_SECONDS)

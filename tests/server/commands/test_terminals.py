@@ -158,7 +158,7 @@ BLANK = ("\n", "\r\n", " ", "\t\n")
 
 @pytest.mark.parametrize("blank", BLANK)
 def test_blanks_around_a_variable_are_ignored(blank: str, tmp_path: Path) -> None:
-    """Values that were read from a file with a line end, for example in a container's environment."""
+    """Values that were read from a file with a line end, as in a container."""
     for text in ("unix:/tmp/x.sock", "127.0.0.1:7450", "[::1]:7450"):
         assert client_endpoint(environ={"KVTIER_ENDPOINT": text + blank}) == parse_endpoint(text)
     assert client_endpoint(environ={"KVTIER_ENDPOINT": blank}) == client_endpoint(environ={})

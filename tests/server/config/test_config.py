@@ -292,7 +292,7 @@ class TestRefusals:
             ('[[tiers]]\ntype = "s3"\ndurability = "power"', "durability: a tier of type s3 has no files on this host"),
             (S3 + 'url = "http://bucket"', "options.url: must begin with s3://, gs://, az://, file://"),
             (S3 + 'url = "s3://key:secret@bucket"', "options.url: must contain neither credentials"),
-            (S3 + 'url = "s3://bucket/prefix"', "options.url: must be like s3://BUCKET/PREFIX"),
+            (S3 + 'url = "s3://b"', "options.url: must be like s3://BUCKET/PREFIX"),
             (S3 + 'url = "az://account"', "options.url: must be like az://ACCOUNT/CONTAINER/PREFIX"),
             (S3 + 'url = "s3://bucket"\npack = "1KiB"', 'options.pack = "1KiB": must be between 1MiB and 64MiB'),
             (S3 + 'url = "s3://bucket"\nendpoint = "host:1"', "options.endpoint: must be like https://HOST:PORT"),

@@ -44,7 +44,7 @@ def test_a_downgrade_is_logged_once_per_cause(
 
 
 def test_what_a_setting_permits_is_shown(tmp_path: Path) -> None:
-    """A warning about the configuration stays visible after the start: encryption off, streams off."""
+    """A warning about the configuration stays visible: encryption off, streams off."""
     with ReservedPort() as metrics:
         config = f'metrics = "127.0.0.1:{metrics.number}"\n[bulk]\ntcp = false'
         with ServerProcess(tmp_path, tcp=True, config=config) as server:
