@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
+from types import FrameType
 
 from ..cuda.host.memory import tune_malloc
 from .config.schema import Config
 from .drain import Drain
 from .process.gc_tuning import FullCollector, HeapTrimmer, disable_full_gc
-from .process.signals import handle_signals
 from .process.systemd import ServiceManager
 from .rpc.sessions import SessionRegistry
 from .runtime import TierRuntime
@@ -23,7 +24,6 @@ from .startup import (
     StartError,
     add_services,
     bind_endpoints,
-    bind_streams,
     claim_sockets,
     load_access_control,
     make_peer_tier,
@@ -48,6 +48,8 @@ _log = get_logger(__name__)
 
 _GRACE_SECONDS = 1.0
 _WATCH_SECONDS = 1.0
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+_UNUSED = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def serve(config: Config, downgrades: Downgrades | None = None) -> int:
@@ -71,7 +73,7 @@ def serve(config: Config, downgrades: Downgrades | None = None) -> int:
 
 async def _serve(config: Config, downgrades: Downgrades | None) -> int:
     stop = asyncio.Event()
-    handle_signals(asyncio.get_running_loop(), stop)
+    _handle_signals(asyncio.get_running_loop(), stop)
     server = Server(config, stop.set, downgrades)
     manager = ServiceManager(server.downgrades)
     try:
@@ -83,6 +85,46 @@ async def _serve(config: Config, downgrades: Downgrades | None) -> int:
         await server.stop()
         manager.close()
     return EXIT_LEFT_BEHIND if server.left_behind else 0
+
+
+def _handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """Handles the signals until the process has ended. The first that ends the server sets `stop`.
+
+    Children block the signals (`tiers.storage.service_signals`). SIGHUP is ignored if it was
+    ignored before the start, as by `nohup`.
+
+    `loop.add_signal_handler` would restore the default action when the loop closes, and a further
+    signal would then kill the process before it has returned its exit code.
+    """
+
+    def on_ending(number: int) -> None:
+        if not stop.is_set():
+            _log.info("the server ends because of a signal", signal=signal.Signals(number).name)
+            stop.set()
+
+    def on_unused(number: int) -> None:
+        _log.warning("a signal without a meaning for the server is ignored", signal=signal.Signals(number).name)
+
+    for numbers, callback in ((_ENDING, on_ending), (_UNUSED, on_unused)):
+        for number in numbers:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _deferring(loop, callback))
+
+
+def _deferring(
+    loop: asyncio.AbstractEventLoop, callback: Callable[[int], object]
+) -> Callable[[int, FrameType | None], None]:
+    """Returns a handler that runs `callback` on the loop.
+
+    A handler interrupts the main thread anywhere, so it must not log: the thread may hold the lock
+    of the log's queue.
+    """
+
+    def handle(number: int, _: FrameType | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
+            loop.call_soon_threadsafe(callback, number)
+
+    return handle
 
 
 class Server:
@@ -133,9 +175,8 @@ class Server:
         drain, loop_lag = Drain(runtime, sessions, self._end), LoopLag()
         status = partial(build_status, runtime, sessions, started, loop_lag)
         self.ports = bind_endpoints(config, listeners.grpc, access)
-        streams = bind_streams(config, closers)
         admin = AdminService(runtime, sessions, status, drain, listeners.turns)
-        add_services(backend, listeners, admin, streams, closers)
+        add_services(backend, listeners, admin, closers)
         health = await register_health(listeners.grpc)
         self.metrics_port = start_metrics_server(backend, drain, status, closers)
 

@@ -10,8 +10,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ from ..protos.v1 import (
 from ..tiers.base import TierError
 from .auth.authenticator import AccessControl, AccessError
 from .bulk.broker import BulkBroker
-from .bulk.supervisor import BulkProcess
+from .bulk.supervisor import BulkProcess, bind_streams
 from .config.machine import max_grpc_connections
 from .config.schema import Config
 from .config.tenants import quota_error_text, tier_settings
@@ -55,11 +54,11 @@ from .rpc.request_checks import RequestValidator
 from .rpc.sessions import SessionRegistry
 from .rpc.slice_scheduler import SliceScheduler
 from .rpc.socket_calls import SocketCallServer
-from .rpc.sockets import SocketClaim, SocketError, bind_tcp, port_error
+from .rpc.sockets import SocketClaim, SocketError, port_error
 from .rpc.writers import Writers
 from .runtime import TierRuntime
 from .services.admin import AdminService
-from .services.admin_messages import current_downgrades
+from .services.admin_messages import server_stats
 from .services.cache import CacheService
 from .services.conversation_calls import ConversationService
 from .services.devices import DeviceCopyCalls, add_device_calls
@@ -72,7 +71,7 @@ from .telemetry.downgrades import Downgrades
 from .telemetry.health import Health
 from .telemetry.http import MetricsServer, MetricsServerError, OnceASecond, on_loop
 from .telemetry.logs import get_logger
-from .telemetry.metrics import Metrics, ServerStats
+from .telemetry.metrics import Metrics
 from .telemetry.status_page import StatusPage
 from .telemetry.tracing import Tracing, TracingError, open_tracing
 from .tier_host.factory import open_tiers, share_region
@@ -83,7 +82,6 @@ __all__ = [
     "StartError",
     "add_services",
     "bind_endpoints",
-    "bind_streams",
     "claim_sockets",
     "load_access_control",
     "make_peer_tier",
@@ -241,7 +239,7 @@ def open_telemetry(
 ) -> tuple[Metrics, Tracing | None]:
     """Creates the metrics and the tracing, and registers them as observers of the runtime."""
     loop = asyncio.get_running_loop()
-    metrics = Metrics(OnceASecond(on_loop(loop, lambda: _server_stats(runtime, sessions, started))))
+    metrics = Metrics(OnceASecond(on_loop(loop, lambda: server_stats(runtime, sessions, started))))
     metrics.expect_tiers(tier.name for tier in runtime.tiers)
     with _start_errors():
         tracing = open_tracing(config.tracing, sessions.epoch, runtime.downgrades)
@@ -250,26 +248,6 @@ def open_telemetry(
     runtime.observe_jobs(metrics.observe_job if tracing is None else tracing.with_spans(metrics.observe_job))
     runtime.observe_failures(metrics.failed)
     return metrics, tracing
-
-
-def _server_stats(runtime: TierRuntime, sessions: SessionRegistry, started: float) -> ServerStats:
-    open_sessions = sessions.all()
-    return ServerStats(
-        manager=runtime.stats(),
-        epoch=sessions.epoch,
-        uptime_seconds=runtime.now() - started,
-        region_bytes=runtime.region.size_bytes,
-        region_backed_bytes=runtime.region.backed_bytes,
-        sessions_by_transport=Counter(session.transport for session in open_sessions),
-        draining=sessions.draining,
-        sessions_attached=sum(bool(session.attachments) for session in open_sessions),
-        sessions_limit=sessions.limit,
-        sessions_opened=sessions.opened,
-        sessions_closed=sessions.opened - len(open_sessions),
-        namespaces=runtime.core.namespace_stats(),
-        models=sessions.models,
-        downgrades=current_downgrades(runtime, sessions),
-    )
 
 
 def open_listeners(
@@ -307,32 +285,8 @@ def open_listeners(
     return Listeners(grpc.aio.server(interceptors=[interceptor], options=options), socket_calls, attach, turns)
 
 
-def bind_streams(config: Config, closers: AsyncExitStack) -> list[socket.socket]:
-    """Returns the TCP sockets of the bulk process, on the hosts of `listen`."""
-    hosts = [endpoint.host for endpoint in config.endpoints if not endpoint.is_unix and config.bulk.tcp]
-    if not hosts:
-        return []
-    try:
-        bound = bind_tcp(hosts, config.bulk.tcp_port)
-    except OSError as error:
-        where = f"bulk.tcp_port = {config.bulk.tcp_port}: cannot listen on {', '.join(hosts)}"
-        raise StartError(f"{where}: {error.strerror}") from error
-    for each in bound:
-        closers.callback(each.close)
-    return bound
-
-
-def add_services(
-    backend: Backend,
-    listeners: Listeners,
-    admin: AdminService,
-    streams: Sequence[socket.socket],
-    closers: AsyncExitStack,
-) -> None:
-    """Registers all services with gRPC, and unary calls also with the socket call server.
-
-    `streams`: TCP sockets of the bulk process.
-    """
+def add_services(backend: Backend, listeners: Listeners, admin: AdminService, closers: AsyncExitStack) -> None:
+    """Registers all services with gRPC, and unary calls also with the socket call server."""
     config, runtime, sessions, metrics = backend.config, backend.runtime, backend.sessions, backend.metrics
     attach, access = listeners.attach, backend.access
     validator = RequestValidator(config.limits, config.leases, config.retention, config.handoff)
@@ -356,6 +310,10 @@ def add_services(
     sessions.on_close.append(broker.end_streams_of_session)
     sessions.on_revoke.append(broker.end_streams_of_session)
     runtime.end_readers = broker.end_streams_of_lease
+    with _start_errors():
+        streams = bind_streams(config)
+    for each in streams:
+        closers.callback(each.close)
     bulk = BulkProcess(runtime.region, config, broker, attach.adopt, streams, runtime.downgrades)
     attach.serve_streams = bulk.serve_streams
     closers.push_async_callback(bulk.close)

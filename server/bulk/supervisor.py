@@ -16,12 +16,13 @@ import msgspec
 from ...cuda.host.region import HostRegion
 from ..config.schema import Config
 from ..process.child import Child, RestartBackoff
+from ..rpc.sockets import SocketError, bind_tcp
 from ..telemetry.downgrades import Downgrades
 from ..telemetry.logs import get_logger
 from .broker import BulkBroker
 from .messages import Listening, Ping, Pong, Setup, ToChild, decode_from_child, encode
 
-__all__ = ["BulkProcess"]
+__all__ = ["BulkProcess", "bind_streams"]
 
 _log = get_logger(__name__)
 
@@ -36,6 +37,16 @@ _SILENT_ROUNDS = 5
 rounds end late if the event loop was delayed, so a delay is at most one of them."""
 _DETACH_SECONDS = 30.0
 """Time after which a stream that does not detach from its slots is stuck."""
+
+
+def bind_streams(config: Config) -> list[socket.socket]:
+    """Returns listening TCP sockets on the hosts of `listen`. Raises `SocketError`."""
+    hosts = [endpoint.host for endpoint in config.endpoints if not endpoint.is_unix and config.bulk.tcp]
+    try:
+        return bind_tcp(hosts, config.bulk.tcp_port)
+    except OSError as error:
+        where = f"bulk.tcp_port = {config.bulk.tcp_port}: cannot listen on {', '.join(hosts)}"
+        raise SocketError(f"{where}: {error.strerror}") from error
 
 
 class BulkProcess:

@@ -22,13 +22,12 @@ from ...protos.endpoint import CREDENTIAL_VARIABLES, ENDPOINT_VARIABLE, default_
 from ...protos.trusted_files import read_trusted
 from .fields import LISTS, SETTINGS, TABLES, nearest
 from .machine import memory_bytes
-from .proxies import proxy_warnings
 from .schema import Config, ConfigError
 from .tenants import read_tenants
 from .tiers import DEFAULT_TABLES, read_tiers, size_notes
 from .toml import toml_text
 from .units import GIB, MIB, human_size
-from .validation import conflicts, read_value, warnings
+from .validation import conflicts, proxy_warnings, read_value, warnings
 
 __all__ = ["CONFIG_VARIABLE", "Loaded", "load"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..rpc.sessions import PROTOCOL_VERSIONS, OpenSession, SessionRegistry
 from ..runtime import TierRuntime
 from ..telemetry.downgrades import Downgrade
 from ..telemetry.loop_lag import LoopLag
+from ..telemetry.metrics import ServerStats
 from .online_fsck import Progress
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "handoff_status",
     "handoff_totals",
     "lease_status",
+    "server_stats",
 ]
 
 _ATTACH_SECONDS = 10.0
@@ -105,6 +107,26 @@ def current_downgrades(runtime: TierRuntime, sessions: SessionRegistry) -> list[
 
 def _is_unmapped(session: OpenSession) -> bool:
     return session.transport == "shm" and not session.attachments
+
+
+def server_stats(runtime: TierRuntime, sessions: SessionRegistry, started: float) -> ServerStats:
+    open_sessions = sessions.all()
+    return ServerStats(
+        manager=runtime.stats(),
+        epoch=sessions.epoch,
+        uptime_seconds=runtime.now() - started,
+        region_bytes=runtime.region.size_bytes,
+        region_backed_bytes=runtime.region.backed_bytes,
+        sessions_by_transport=Counter(session.transport for session in open_sessions),
+        draining=sessions.draining,
+        sessions_attached=sum(bool(session.attachments) for session in open_sessions),
+        sessions_limit=sessions.limit,
+        sessions_opened=sessions.opened,
+        sessions_closed=sessions.opened - len(open_sessions),
+        namespaces=runtime.core.namespace_stats(),
+        models=sessions.models,
+        downgrades=current_downgrades(runtime, sessions),
+    )
 
 
 def _tier_status(tier: TierStats) -> admin_pb2.TierStatus:
