@@ -34,6 +34,8 @@ Feature = Literal[
 """What is affected. `configuration`: what a setting permits or turns off."""
 
 FEATURES: Final[tuple[str, ...]] = get_args(Feature)
+_MAX_CAUSE_CHARACTERS = 500
+"""A cause can contain the text of another server's error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class Downgrades:
         `subject` names one of several affected objects, such as another server. Without `is_logged`
         the caller has logged the cause.
         """
+        cause = cause[:_MAX_CAUSE_CHARACTERS]
         found = Downgrade(feature, cause, remedy)
         with self._lock:
             before, self._known[feature, subject] = self._known.get((feature, subject)), found
