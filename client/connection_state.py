@@ -29,6 +29,13 @@ class ConnectionState(ForkGuarded):
         return session.ref.epoch if (session := self._transport.session) else None
 
     @property
+    def downgrades(self) -> tuple[str, ...]:
+        """Causes for which the current session is slower than it could be; empty without any."""
+        session = self._transport.session
+        found = session.downgrades.copy() if session is not None else {}
+        return tuple(f"{what}: {why}".removeprefix("kvtier: ") for what, why in found.items())
+
+    @property
     def transport(self) -> str | None:
         """Current transport of bytes: "shm", "tcp" or "grpc"; None while there is no session."""
         return session.transport if (session := self._transport.session) else None

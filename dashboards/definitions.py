@@ -135,6 +135,7 @@ FLEET = DashboardSpec(
                         ("hit ratio", "percentunit", hit_ratio("instance")),
                         ("quarantine", "bytes", "sum by (instance) (kvtier_quarantined_bytes[])"),
                         ("tiers in trouble", "short", "sum by (instance) (1 - kvtier_tier_healthy[])"),
+                        ("downgrades", "short", "sum by (instance) (kvtier_downgrades[])"),
                     ],
                 ),
                 Table(

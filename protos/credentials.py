@@ -71,7 +71,7 @@ class Credentials:
         """
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {
-            name: environ.get(variable) or None for name, variable in CREDENTIAL_VARIABLES.items()
+            name: environ.get(variable, "").strip() or None for name, variable in CREDENTIAL_VARIABLES.items()
         }
         values["insecure"] = (values["insecure"] or "").lower() in ("true", "yes", "on", "1")
         if given.get("token") or given.get("token_file"):

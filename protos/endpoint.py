@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ MAX_SOCKET_PATH_BYTES = 100
 for the suffix of the server's other sockets, such as the attach socket."""
 
 _MAX_PORT = 65535
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")  # a tab is harmless
 
 
 class EndpointError(ValueError):
@@ -81,7 +83,7 @@ class Endpoint:
     @property
     def target(self) -> str:
         """Target for gRPC. A target is a URI, so `%`, `?` and `#` in a path are quoted."""
-        return str(self) if self.path is None else f"unix:{quote(self.path)}"
+        return str(self) if self.path is None else f"unix:{quote(os.fsencode(self.path))}"
 
     def __str__(self) -> str:
         if self.path is not None:
@@ -95,6 +97,8 @@ def parse_endpoint(text: str) -> Endpoint:
     Also accepts `unix:///PATH`, `unix:~/PATH`, relative paths and IPv6 addresses in brackets. The
     path of the result is absolute. With port 0 a server chooses a free port.
     """
+    if _CONTROL.search(text):
+        raise EndpointError(f"{text!r} contains a control character")
     if text.startswith("unix:"):
         return Endpoint(path=_socket_path(text))
     host, colon, port = text.rpartition(":")
@@ -115,10 +119,13 @@ def default_endpoint(environ: Mapping[str, str] = os.environ) -> Endpoint:
 
 
 def client_endpoint(text: str | None = None, environ: Mapping[str, str] = os.environ) -> Endpoint:
-    """Returns `text`, `KVTIER_ENDPOINT` or the default, in this order. Raises `EndpointError`."""
+    """Returns `text`, `KVTIER_ENDPOINT` or the default, in this order. Raises `EndpointError`.
+
+    Blanks around the value of the variable are ignored: it may come from a file with a line end.
+    """
     if text:
         return parse_endpoint(text)
-    if from_environment := environ.get(ENDPOINT_VARIABLE):
+    if from_environment := environ.get(ENDPOINT_VARIABLE, "").strip():
         try:
             return parse_endpoint(from_environment)
         except EndpointError as error:
@@ -135,8 +142,10 @@ def _socket_path(text: str) -> str:
         path = path[2:]
     if not path or path.endswith("/"):
         raise EndpointError(f"{text!r} does not name a socket")
-    if "\0" in path:
-        raise EndpointError(f"{text!r}: a path must not contain NUL")
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise EndpointError(f"{text!r}: the path of a socket must be UTF-8, because messages contain it") from None
     try:
         path = str(Path(path).expanduser().absolute())
     except RuntimeError as error:  # ~ of an unknown user

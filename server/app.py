@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
+from types import FrameType
 
 from ..cuda.host.memory import tune_malloc
 from .config.machine import max_grpc_connections
@@ -35,6 +36,7 @@ from .startup import (
     start_metrics_server,
     start_publisher,
 )
+from .telemetry.downgrades import Downgrades
 from .telemetry.health import Health
 from .telemetry.logs import get_logger
 from .telemetry.loop_lag import LoopLag, watch_loop
@@ -48,10 +50,14 @@ _log = get_logger(__name__)
 
 _GRACE_SECONDS = 1.0
 _WATCH_SECONDS = 1.0
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+_UNUSED = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-def serve(config: Config) -> int:
-    """Runs a server until SIGTERM or SIGINT; returns the exit code of the process.
+def serve(config: Config, downgrades: Downgrades | None = None) -> int:
+    """Runs a server until a signal or a drain ends it; returns the exit code of the process.
+
+    `downgrades`: those that were found before the start.
 
     If the code is `EXIT_LEFT_BEHIND`, threads may still access the region. The caller must then end
     the process with `os._exit`, because a normal exit would unmap the region.
@@ -61,19 +67,17 @@ def serve(config: Config) -> int:
     # of 5 ms, one busy thread would reduce the copy rate by a factor of 100.
     sys.setswitchinterval(1e-4)
     try:
-        return asyncio.run(_serve(config))
+        return asyncio.run(_serve(config, downgrades))
     except StartError as error:
         _log.error("cannot start", reason=str(error))
         return 1
 
 
-async def _serve(config: Config) -> int:
-    loop = asyncio.get_running_loop()
+async def _serve(config: Config, downgrades: Downgrades | None) -> int:
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    server = Server(config, stop.set)
-    manager = ServiceManager()
+    _handle_signals(asyncio.get_running_loop(), stop)
+    server = Server(config, stop.set, downgrades)
+    manager = ServiceManager(server.downgrades)
     try:
         await server.start()
         manager.ready()
@@ -83,6 +87,46 @@ async def _serve(config: Config) -> int:
         await server.stop()
         manager.close()
     return EXIT_LEFT_BEHIND if server.left_behind else 0
+
+
+def _handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """Handles the signals until the process has ended. The first that ends the server sets `stop`.
+
+    Children block the signals (`tiers.storage.service_signals`). SIGHUP is ignored if it was
+    ignored before the start, as by `nohup`.
+
+    `loop.add_signal_handler` would restore the default action when the loop closes, and a further
+    signal would then kill the process before it has returned its exit code.
+    """
+
+    def on_ending(number: int) -> None:
+        if not stop.is_set():
+            _log.info("the server ends because of a signal", signal=signal.Signals(number).name)
+            stop.set()
+
+    def on_unused(number: int) -> None:
+        _log.warning("a signal without a meaning for the server is ignored", signal=signal.Signals(number).name)
+
+    for numbers, callback in ((_ENDING, on_ending), (_UNUSED, on_unused)):
+        for number in numbers:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _deferring(loop, callback))
+
+
+def _deferring(
+    loop: asyncio.AbstractEventLoop, callback: Callable[[int], object]
+) -> Callable[[int, FrameType | None], None]:
+    """Returns a handler that runs `callback` on the loop.
+
+    A handler interrupts the main thread anywhere, so it must not log: the thread may hold the lock
+    of the log's queue.
+    """
+
+    def handle(number: int, _: FrameType | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
+            loop.call_soon_threadsafe(callback, number)
+
+    return handle
 
 
 class Server:
@@ -97,13 +141,16 @@ class Server:
     4. Tracing sends the last spans; the runtime closes tiers and region; sockets are released.
     """
 
-    def __init__(self, config: Config, end: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, config: Config, end: Callable[[], object] = lambda: None, downgrades: Downgrades | None = None
+    ) -> None:
         """`end` is called when `kvtier drain` ends the server. The caller must then call `stop`."""
         self.config = config
         self.ports: list[int] = []
         """TCP ports that the server listens on. A configured port 0 appears as the chosen port."""
         self.metrics_port: int | None = None
         self._end = end
+        self.downgrades = downgrades or Downgrades()
         self._runtime: TierRuntime | None = None
         self._closers = contextlib.AsyncExitStack()
         self._has_started = False
@@ -121,7 +168,7 @@ class Server:
         access = load_access_control(config)
         sockets = claim_sockets(config, closers)
         peers = make_peer_tier(config)
-        runtime = self._runtime = await open_runtime(config, closers, peers)
+        runtime = self._runtime = await open_runtime(config, closers, peers, self.downgrades)
         sessions = SessionRegistry(runtime, config.limits.max_sessions, access.rate_limiters)
         metrics, tracing = open_telemetry(config, runtime, sessions, started, closers)
         backend = Backend(config, runtime, sessions, access, metrics, peers)
@@ -129,9 +176,10 @@ class Server:
 
         drain, loop_lag = Drain(runtime, sessions, self._end), LoopLag()
         status = partial(build_status, runtime, sessions, started, loop_lag, listeners.turns.pause)
-        add_services(backend, listeners, AdminService(runtime, sessions, status, drain, listeners.turns), closers)
-        health = await register_health(listeners.grpc)
         self.ports = bind_endpoints(config, listeners.grpc, access)
+        admin = AdminService(runtime, sessions, status, drain, listeners.turns)
+        add_services(backend, listeners, admin, closers)
+        health = await register_health(listeners.grpc)
         self.metrics_port = start_metrics_server(backend, drain, status, closers)
 
         # Called after the tiers are open, so that the many objects of their indexes are exempt.

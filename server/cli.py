@@ -6,13 +6,20 @@ Each subcommand imports its own dependencies, so that `kvtier --help` starts fas
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
-from .commands.console import EXIT_FAILURE, refuse
+from .commands.console import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    forget_output,
+    is_lost_output,
+    prepare_streams,
+    refuse,
+)
 from .commands.parser import new_parser
 
 __all__ = ["main", "set_credentials"]
@@ -26,20 +33,31 @@ _OF_THE_SERVER = frozenset(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = new_parser().parse_args(arguments)
-    set_credentials(options)
-    module = _MODULES.get(options.command, options.command)
+    prepare_streams()
+    command = ""
     try:
-        code: int = importlib.import_module(f".commands.{module}", __package__).run(options)
-        sys.stdout.flush()
+        try:
+            options = new_parser().parse_args(arguments)
+            command = options.command
+            set_credentials(options)
+            module = _MODULES.get(command, command)
+            code: int = importlib.import_module(f".commands.{module}", __package__).run(options)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader has closed the pipe, as in `kvtier config | head`
-        _forget_output()
+        forget_output()
         return EXIT_FAILURE
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None or options.command == "serve":
+        if not is_lost_output(error) or command == "serve":
             raise
-        _forget_output()
+        forget_output()
         return refuse([f"the output cannot be written: {error.strerror}"], EXIT_FAILURE)
+    except UnicodeEncodeError as error:
+        if command == "serve":
+            raise
+        return refuse([f"not UTF-8, so it cannot be sent to a server: {error.object!r}"], EXIT_USAGE)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _OF_THE_SERVER:
             raise
@@ -59,8 +77,3 @@ def set_credentials(options: argparse.Namespace) -> None:
             if name == "token_file":
                 # The variable with the token itself would override the file.
                 os.environ.pop(CREDENTIAL_VARIABLES["token"], None)
-
-
-def _forget_output() -> None:
-    """Discards buffered output, so that the interpreter's flush at exit does not fail again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import count
 from typing import TypeVar
 
-from ..cuda.host.region import HostRegion, RegionError
+from ..cuda.host.region import HUGE_PAGE_BYTES, HostRegion, RegionError
 from ..tiers.base import BlockBytes, NamespaceId, Outcome, SecondaryTier
 from ..tiers.core.block import Block
 from ..tiers.core.commands import (
@@ -40,6 +40,7 @@ from ..tiers.core.manager import TierManager
 from ..tiers.core.settings import TierSettings
 from ..tiers.stats.snapshots import ManagerStats
 from ..tiers.types import HoldName, JobId, LeaseId
+from .telemetry.downgrades import Downgrades
 from .telemetry.logs import get_logger
 from .telemetry.metrics import JobObserver
 from .tier_host.guard import CheckedTier
@@ -67,6 +68,8 @@ _RETRY_SECONDS = 1.0
 _ACTIVE_SECONDS = 0.05
 """For so long after a client's call, the event loop keeps half of its time free of slices."""
 _BACKING_CHUNK_BYTES = 64 << 20
+_HUGE_PART = 0.9
+"""Part of the region that should be on huge pages. The kernel often lacks some of them."""
 
 T = TypeVar("T")
 
@@ -92,6 +95,7 @@ class TierRuntime:
         settings: TierSettings | None = None,
         *,
         stall_seconds: float = 10.0,
+        downgrades: Downgrades | None = None,
     ) -> None:
         """Takes ownership of the region and the tiers: `close` closes them. Starts nothing.
 
@@ -99,6 +103,7 @@ class TierRuntime:
         Raises `ValueError` if the settings contradict each other or exceed what the tiers can hold.
         """
         self.region = region
+        self.downgrades = downgrades or Downgrades()
         self.extent_bytes = extent_bytes_for(region.size_bytes)
         self._workers = [TierWorker(tier) for tier in tiers]
         self.core = TierManager(
@@ -405,7 +410,21 @@ class TierRuntime:
         placed = ",".join(map(str, self.region.nodes)) or "chosen by the kernel"
         if self.region.misplaced is not None:
             placed = f"chosen by the kernel: {self.region.misplaced}"
+        self._report_placement()
         _log.info("region backed", bytes=self.region.size_bytes, huge_bytes=self.region.huge_bytes, memory_nodes=placed)
+
+    def _report_placement(self) -> None:
+        """Reports pages that are smaller, or on other NUMA nodes, than they should be."""
+        region, possible = self.region, self.region.size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if region.huge_bytes < possible * _HUGE_PART:
+            part = f"{region.huge_bytes / region.size_bytes:.0%} of the region is on huge pages"
+            why = "memory is fragmented" if region.huge_bytes else "the kernel gives none (before 6.1, or they are off)"
+            remedy = "kvtier doctor --only huge_pages; docs/troubleshooting.md#it-is-slow"
+            self.downgrades.report("region", f"{part}, because {why}: copies are slower", remedy, subject="huge pages")
+        if region.misplaced is not None:
+            cause = f"the kernel chose the NUMA nodes of the region: {region.misplaced}"
+            remedy = "permit the system call mbind, or set numa = off"
+            self.downgrades.report("region", cause, remedy, subject="numa")
 
     def _back(self, offset: int, nbytes: int) -> bool:
         """Backs a range of the region and adds it to the core. Returns False if memory is short."""
@@ -414,6 +433,8 @@ class TierRuntime:
         except RegionError as error:
             self._backing_error = f"only {offset} of {self.region.size_bytes} bytes are backed: {error}"
             _log.error("region is smaller than configured", backed_bytes=offset, error=str(error))
+            remedy = "raise the memory limit, or lower region_size; docs/troubleshooting.md#kvtier-region-not-backed"
+            self.downgrades.report("region", self._backing_error, remedy, is_logged=False)
             return False
         self._call_loop(self.core.add_memory, offset, nbytes)
         return True

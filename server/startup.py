@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections import Counter
 from collections.abc import Awaitable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -36,11 +35,11 @@ from ..protos.v1 import (
 from ..tiers.base import TierError
 from .auth.authenticator import AccessControl, AccessError
 from .bulk.broker import BulkBroker
-from .bulk.supervisor import BulkProcess
+from .bulk.supervisor import BulkProcess, bind_streams
 from .config.machine import max_grpc_connections
 from .config.schema import Config
 from .config.tenants import quota_error_text, tier_settings
-from .devices.registry import DeviceRegistry, unavailable_reason
+from .devices.registry import DeviceRegistry, has_gpu, unavailable_reason
 from .drain import Drain
 from .events.publisher import EventPublisher
 from .events.reader_process import ReaderProcess
@@ -58,6 +57,7 @@ from .rpc.sockets import SocketClaim, SocketError, port_error
 from .rpc.writers import Writers
 from .runtime import TierRuntime
 from .services.admin import AdminService
+from .services.admin_messages import server_stats
 from .services.cache import CacheService
 from .services.conversation_calls import ConversationService
 from .services.devices import DeviceCopyCalls, add_device_calls
@@ -66,10 +66,11 @@ from .services.handoff import HandoffService
 from .services.long_calls import LongCalls
 from .services.session import SessionService
 from .services.transfer import TransferService
+from .telemetry.downgrades import Downgrades
 from .telemetry.health import Health
 from .telemetry.http import MetricsServer, MetricsServerError, OnceASecond, on_loop
 from .telemetry.logs import get_logger
-from .telemetry.metrics import Metrics, ServerStats
+from .telemetry.metrics import Metrics
 from .telemetry.status_page import AsyncStatus, StatusPage, read_on_loop
 from .telemetry.tracing import Tracing, TracingError, open_tracing
 from .tier_host.factory import open_tiers, share_region
@@ -199,7 +200,9 @@ def make_peer_tier(config: Config) -> PeerTier | None:
     return PeerTier(peers.deadline, peers.in_flight) if peers.servers else None
 
 
-async def open_runtime(config: Config, closers: AsyncExitStack, peers: PeerTier | None = None) -> TierRuntime:
+async def open_runtime(
+    config: Config, closers: AsyncExitStack, peers: PeerTier | None = None, downgrades: Downgrades | None = None
+) -> TierRuntime:
     region_bytes = config.region_size // PAGE_BYTES * PAGE_BYTES
     with _start_errors():
         # On a thread, because opening a large tier takes seconds and the event loop must handle
@@ -217,7 +220,9 @@ async def open_runtime(config: Config, closers: AsyncExitStack, peers: PeerTier 
         try:
             region.nodes = _memory_nodes(config.numa)
             settings = tier_settings(config, region_bytes, tiers)
-            runtime = TierRuntime(region, tiers, settings, stall_seconds=config.limits.tier_stall)
+            runtime = TierRuntime(
+                region, tiers, settings, stall_seconds=config.limits.tier_stall, downgrades=downgrades
+            )
         except ValueError as error:
             raise StartError(quota_error_text(error)) from error
         opened.pop_all()  # from here on the runtime closes the tiers and the region
@@ -237,34 +242,15 @@ def open_telemetry(
 ) -> tuple[Metrics, Tracing | None]:
     """Creates the metrics and the tracing, and registers them as observers of the runtime."""
     loop = asyncio.get_running_loop()
-    metrics = Metrics(OnceASecond(on_loop(loop, lambda: _server_stats(runtime, sessions, started))))
+    metrics = Metrics(OnceASecond(on_loop(loop, lambda: server_stats(runtime, sessions, started))))
     metrics.expect_tiers(tier.name for tier in runtime.tiers)
     with _start_errors():
-        tracing = open_tracing(config.tracing, sessions.epoch)
+        tracing = open_tracing(config.tracing, sessions.epoch, runtime.downgrades)
     if tracing is not None:
         closers.push_async_callback(asyncio.to_thread, tracing.close)
     runtime.observe_jobs(metrics.observe_job if tracing is None else tracing.with_spans(metrics.observe_job))
     runtime.observe_failures(metrics.failed)
     return metrics, tracing
-
-
-def _server_stats(runtime: TierRuntime, sessions: SessionRegistry, started: float) -> ServerStats:
-    open_sessions = sessions.all()
-    return ServerStats(
-        manager=runtime.stats(),
-        epoch=sessions.epoch,
-        uptime_seconds=runtime.now() - started,
-        region_bytes=runtime.region.size_bytes,
-        region_backed_bytes=runtime.region.backed_bytes,
-        sessions_by_transport=Counter(session.transport for session in open_sessions),
-        draining=sessions.draining,
-        sessions_attached=sum(bool(session.attachments) for session in open_sessions),
-        sessions_limit=sessions.limit,
-        sessions_opened=sessions.opened,
-        sessions_closed=sessions.opened - len(open_sessions),
-        namespaces=runtime.core.namespace_stats(),
-        models=sessions.models,
-    )
 
 
 def open_listeners(
@@ -292,7 +278,8 @@ def open_listeners(
         attach.start()
     closers.push_async_callback(attach.close)
     if not free_all_batches():
-        _log.warning("cancelled calls leave memory behind, because this version of grpcio is not known")
+        cause = "cancelled calls leave memory behind, because this version of grpcio is not known"
+        backend.runtime.downgrades.report("grpc", cause, "install a version of grpcio that kvtier names")
     options = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_allowed_incoming_connections", max_grpc_connections(len(backend.config.endpoints))),
@@ -313,6 +300,11 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     closers.push_async_callback(devices.close)
     if devices.unavailable:
         _log.info("device copies are not offered", reason=devices.unavailable)
+        if has_gpu() and driver != "off":
+            cause = f"device copies are not offered: {devices.unavailable}"
+            runtime.downgrades.report(
+                "devices", cause, "kvtier doctor --only cuda_ipc; docs/tuning.md", is_logged=False
+            )
 
     long_calls = LongCalls(runtime, sessions, listeners.turns)
     broker = BulkBroker(
@@ -321,7 +313,11 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     sessions.on_close.append(broker.end_streams_of_session)
     sessions.on_revoke.append(broker.end_streams_of_session)
     runtime.end_readers = broker.end_streams_of_lease
-    bulk = BulkProcess(runtime.region, config, broker, attach.adopt)
+    with _start_errors():
+        streams = bind_streams(config)
+    for each in streams:
+        closers.callback(each.close)
+    bulk = BulkProcess(runtime.region, config, broker, attach.adopt, streams, runtime.downgrades)
     attach.serve_streams = bulk.serve_streams
     closers.push_async_callback(bulk.close)
 
@@ -429,7 +425,7 @@ def start_publisher(backend: Backend, closers: AsyncExitStack) -> None:
     if config.publish is None:
         return
     with _start_errors():
-        readers = ReaderProcess(config)
+        readers = ReaderProcess(config, backend.runtime.downgrades)
     closers.callback(readers.close)
 
     def publish() -> Awaitable[None]:

@@ -177,6 +177,13 @@ class SecondaryTier(ABC):
         own. Must not block. Tools that open a tier without a server do not call it.
         """
 
+    def limitation(self) -> str | None:
+        """Returns why the tier is slower on this machine than it could be, in one line.
+
+        Must not block: the status calls it on the event loop.
+        """
+        return None
+
     @abstractmethod
     def on_new_request(self, request: RequestInfo) -> Vote:
         """Votes on the offload policy of a request. Called once, before the request's first lookup.

@@ -29,7 +29,7 @@ from ..errors import AccessDenied, Draining, InvalidRequest, KVTierError, NotCon
 from ..namespace import Namespace
 from ..timeouts import check_seconds
 from .fork_guard import ForkGuarded
-from .session import AttachError, Attachment, ClientSession
+from .session import AttachError, Attachment, ClientSession, Slower
 from .socket_calls import SocketCalls, SocketTarget
 from .withdrawals import Withdrawals
 
@@ -123,6 +123,9 @@ class SessionConnection(ForkGuarded):
         self._closing = threading.Event()
         self._capabilities_call: Any = None
         self._heartbeats: _Heartbeats | None = None
+        self._no_region = ""
+        """Why a client on the server's host does not try to map the region."""
+        self._warned: dict[Slower, str] = {}
         self._thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True)
         self._thread.start()
 
@@ -240,16 +243,26 @@ class SessionConnection(ForkGuarded):
             raise NotConnected("the server did not open a session in time") from None
 
     def _pick_transport(self, capabilities: session_pb2.CapabilitiesResponse) -> str:
+        self._no_region = ""
         if self._identity.transport in ("grpc", "tcp"):
             return "grpc"
         if not capabilities.HasField("region"):
             if self._identity.transport == "shm":
                 raise AccessDenied(f"transport shm: {_NOT_SHARED}")
+            self._no_region = _NOT_SHARED if self._endpoint.is_loopback else ""
             return "grpc"
-        if os.path.exists(capabilities.region.attach_path):  # noqa: PTH110 - the path may be of another host
+        path = capabilities.region.attach_path
+        try:
+            os.stat(path)  # noqa: PTH116 - the path may be of another host
+        except PermissionError:
+            self._no_region = f"this user may not open {path}: run the engine as the server's user"
+        except (OSError, ValueError):
+            if self._endpoint.is_loopback:
+                self._no_region = f"no {path} in this container: mount its directory at the same path"
+        else:
             return "shm"
         if self._identity.transport == "shm":
-            raise InvalidRequest(f"transport shm: no {capabilities.region.attach_path} on this host")
+            raise InvalidRequest(self._no_region or f"transport shm: no {path} on this host")
         return "grpc"
 
     def _make_session(
@@ -259,8 +272,12 @@ class SessionConnection(ForkGuarded):
             raise NotConnected("the server was restarted while a session was opened")
         if transport == "grpc":
             reason = "another host" if capabilities.HasField("region") else _NOT_SHARED
-            asked_for = self._identity.transport in ("grpc", "tcp")
-            return ClientSession(first.session, capabilities, None, "set by the client" if asked_for else reason)
+            if self._identity.transport in ("grpc", "tcp"):
+                reason = "set by the client"
+            session = ClientSession(first.session, capabilities, None, self._no_region or reason, warned=self._warned)
+            if self._no_region:
+                session.downgraded("kvtier: shared memory is not used", self._no_region)
+            return session
         path = capabilities.region.attach_path
         target = SocketTarget(path, first.session, self._credentials, is_chosen=is_chosen(path, self._endpoint))
         try:
@@ -269,11 +286,17 @@ class SessionConnection(ForkGuarded):
             if self._identity.transport == "shm":
                 # Probably the server was killed a moment ago, so another attempt can succeed.
                 raise NotConnected(f"transport shm: {error}") from error
-            return ClientSession(first.session, capabilities, None, f"shm failed: {error}")
+            session = ClientSession(first.session, capabilities, None, f"shm failed: {error}", warned=self._warned)
+            session.downgraded("kvtier: shared memory is not used", f"{error}")
+            return session
         calls = SocketCalls(target) if capabilities.region.takes_calls else None
-        if calls is not None and not calls.prepare():
-            calls = None
-        session = ClientSession(first.session, capabilities, attachment, "same host", calls)
+        is_prepared = calls is not None and calls.prepare()
+        session = ClientSession(
+            first.session, capabilities, attachment, "same host", calls if is_prepared else None, warned=self._warned
+        )
+        session.recovered("kvtier: shared memory is not used")
+        if calls is not None and not is_prepared:
+            session.downgraded("kvtier: calls do not use the socket", calls.refusal)
         # If no thread can be started, only the first copies are slower.
         with contextlib.suppress(RuntimeError):
             arguments = (attachment.region, attachment.pinning, lambda: session.ended)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from operator import add
+from typing import Literal
 
 from ...cuda.host.pinning import Pin, Pinning
 from ...cuda.host.region import HostRegion, RegionError
@@ -22,9 +24,16 @@ from ..errors import KVTierError, ServerError, SessionLost
 from .fork_guard import ForkGuarded
 from .socket_calls import SocketCalls, SocketTarget, answer_length, message_of
 
-__all__ = ["AttachError", "Attachment", "ClientSession"]
+__all__ = ["AttachError", "Attachment", "ClientSession", "Slower"]
+
+_log = logging.getLogger(__name__)
 
 _ATTACH_SECONDS = 2.0
+
+Slower = Literal[
+    "kvtier: shared memory is not used", "kvtier: streams do not use the socket", "kvtier: calls do not use the socket"
+]
+"""What a client lacks, as the beginning of a log line."""
 
 
 class AttachError(Exception):
@@ -91,6 +100,7 @@ class ClientSession(ForkGuarded):
         tiers: names of the tiers; `LookupResult.source_indices` are indices in this tuple.
         packs_keys: whether the server accepts packed keys.
         calls: sockets for unary calls; None if unary calls use gRPC.
+        downgrades: causes for which this session is slower than it could be.
     """
 
     def __init__(
@@ -100,7 +110,11 @@ class ClientSession(ForkGuarded):
         attachment: Attachment | None,
         transport_reason: str,
         calls: SocketCalls | None = None,
+        warned: dict[Slower, str] | None = None,
     ) -> None:
+        """`warned`: causes that the client has logged, also in earlier sessions."""
+        self.downgrades: dict[Slower, str] = {}
+        self._warned = {} if warned is None else warned
         self.ref = ref
         self.transport = "grpc" if attachment is None else "shm"
         self.transport_reason = transport_reason
@@ -114,6 +128,17 @@ class ClientSession(ForkGuarded):
         self._users = 0
         self.ended = False
         self._cancels: set[Callable[[], object]] = set()
+
+    def downgraded(self, what: Slower, cause: str) -> None:
+        """Records that this session is slower, and logs it unless the client has logged it."""
+        self.downgrades[what] = cause
+        if self._warned.get(what) != cause:
+            self._warned[what] = cause
+            _log.warning("%s: %s", what, cause)
+
+    def recovered(self, what: Slower) -> None:
+        self.downgrades.pop(what, None)
+        self._warned.pop(what, None)
 
     def use_calls(self, calls: SocketCalls) -> None:
         """Uses `calls` for unary calls from now on and closes the previous sockets."""

@@ -197,6 +197,8 @@ class SocketCalls(SocketPool):
         self.avoid_until = 0.0
         """Until this time (monotonic) the client opens no connection, and calls use gRPC."""
         self._close_callbacks: list[Callable[[], object]] = []
+        self.refusal = ""
+        """Why the last `prepare` failed."""
 
     def on_close(self, callback: Callable[[], object]) -> None:
         """Registers a callback that `close` runs. If this is closed already, runs it at once."""
@@ -210,7 +212,8 @@ class SocketCalls(SocketPool):
         """Connects for the first call; returns whether the server accepts calls here."""
         try:
             self.put(self.take(_CONNECT_SECONDS), intact=True)
-        except (OSError, ValueError, KVTierError):
+        except (OSError, ValueError, KVTierError) as error:
+            self.refusal = str(error) or type(error).__name__
             return False
         return True
 

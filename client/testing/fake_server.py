@@ -326,7 +326,7 @@ class FakeServer:
         return cache_pb2.WithdrawGrantsResponse()
 
     def _flush(self, request: cache_pb2.FlushRequest) -> cache_pb2.FlushResponse:
-        names = self._names(self._session(request.session), request.keys)
+        names = self._session(request.session).names_in(request)
         statuses = [DurableStatus.DURABLE if self._ready(name) else DurableStatus.VOLATILE for name in names]
         return cache_pb2.FlushResponse(statuses=bytes(statuses))
 

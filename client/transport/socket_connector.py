@@ -11,11 +11,11 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import grpc
 
-from ...protos.credentials import Credentials, CredentialsError
+from ...protos.credentials import Credentials
 from ...protos.endpoint import Endpoint
 from ...protos.socket_owner import is_chosen
 from ...protos.v1 import transfer_pb2
@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 _LOCATE_SECONDS = 5.0
 _FIRST_RETRY_SECONDS = 0.1
 _LAST_RETRY_SECONDS = 5.0
+_NO_SOCKET: Final = "kvtier: streams do not use the socket"
 
 
 class GrpcStreams:
@@ -116,6 +117,7 @@ class SocketConnector(ForkGuarded):
             self._streams = None
             if self._session is not None:
                 self._session.transport = "grpc"
+                self._session.downgraded(_NO_SOCKET, f"{streams.target.address}: the connection is lost")
         streams.close()
 
     def close(self) -> None:
@@ -157,6 +159,8 @@ class SocketConnector(ForkGuarded):
                 delay = _LAST_RETRY_SECONDS
             if answer is not None and self._connect(session, answer):
                 return
+            if answer is not None and delay >= _LAST_RETRY_SECONDS and self._address(answer) is None:
+                session.downgraded(_NO_SOCKET, "the server serves none for this address (bulk.tcp, bulk process)")
             if self._closing.wait(delay):
                 return
             delay = min(2 * delay, _LAST_RETRY_SECONDS)
@@ -176,17 +180,16 @@ class SocketConnector(ForkGuarded):
             return True
         try:
             streams.connect()
-        except CredentialsError as error:  # for example, a certificate file was deleted
-            _log.warning("kvtier: streams do not use the socket %s: %s", address, error)
-            return False
-        except (OSError, ValueError, KVTierError) as error:
-            _log.info("kvtier: streams do not use the socket %s: %s", address, error)
+        except (OSError, ValueError, KVTierError) as error:  # a firewall, a deleted certificate
+            if not (session.ended or self._closing.is_set()):
+                session.downgraded(_NO_SOCKET, f"{address}: {error}")
             return False
         streams.offer_calls(session)
         with self._lock:
             if not self._closing.is_set():
                 self._streams, self._session = streams, session
                 session.transport = "tcp"
+                session.recovered(_NO_SOCKET)
                 _log.info("kvtier: streams use the socket %s", address)
                 return True
         streams.close()

@@ -80,6 +80,9 @@ class SocketStreams(SocketPool):
         calls = SocketCalls(self.target)
         if calls.prepare():
             session.use_calls(calls)
+            session.recovered("kvtier: calls do not use the socket")
+        else:
+            session.downgraded("kvtier: calls do not use the socket", calls.refusal)
 
     @contextlib.contextmanager
     def _connection(self, effect: Push | Pull, on_start: Callable[[Any], object]) -> Iterator[Connection]:

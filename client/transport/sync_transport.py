@@ -58,7 +58,7 @@ class GrpcTransport(ForkGuarded):
         self._connection.invalidate(session)
 
     def withdraw(self, session: ClientSession, grant_id: int) -> None:
-        if not self.is_forked:
+        if not self._is_forked:
             self._connection.withdraw(session, grant_id)
 
     def perform(self, effect: Effect) -> Any:

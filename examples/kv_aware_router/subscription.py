@@ -60,6 +60,7 @@ class Subscription:
 
     async def _follow(self, context: zmq.asyncio.Context) -> None:
         socket = context.socket(zmq.SUB)
+        socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.subscribe(b"")
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
@@ -131,6 +132,7 @@ class Subscription:
     async def _answers(self, context: zmq.asyncio.Context, first: int) -> AsyncGenerator[_Message, None]:
         """Yields the messages that the server has kept, from a sequence on. Raises TimeoutError."""
         socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IPV6, 1)
         try:
             socket.connect(str(self._replay_address))
             await socket.send_multipart([b"", first.to_bytes(8, "big")])

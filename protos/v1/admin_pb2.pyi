@@ -207,7 +207,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("server_version", "epoch", "uptime", "draining", "tiers", "sessions", "leases", "stores", "quarantined_bytes", "namespaces", "holds", "pid", "protocol_versions", "region", "loop_lag", "lookup_keys", "lookup_misses", "misses", "handoffs", "held_bytes")
+    __slots__ = ("server_version", "epoch", "uptime", "draining", "tiers", "sessions", "leases", "stores", "quarantined_bytes", "namespaces", "holds", "pid", "protocol_versions", "region", "loop_lag", "lookup_keys", "lookup_misses", "misses", "handoffs", "held_bytes", "downgrades")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     UPTIME_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +228,7 @@ class GetStatusResponse(_message.Message):
     MISSES_FIELD_NUMBER: _ClassVar[int]
     HANDOFFS_FIELD_NUMBER: _ClassVar[int]
     HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DOWNGRADES_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     epoch: int
     uptime: _duration_pb2.Duration
@@ -248,7 +249,18 @@ class GetStatusResponse(_message.Message):
     misses: _containers.RepeatedCompositeFieldContainer[MissCount]
     handoffs: _containers.RepeatedCompositeFieldContainer[HandoffTotals]
     held_bytes: int
-    def __init__(self, server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., leases: _Optional[int] = ..., stores: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., namespaces: _Optional[int] = ..., holds: _Optional[int] = ..., pid: _Optional[int] = ..., protocol_versions: _Optional[_Iterable[int]] = ..., region: _Optional[_Union[RegionStatus, _Mapping]] = ..., loop_lag: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., lookup_keys: _Optional[int] = ..., lookup_misses: _Optional[int] = ..., misses: _Optional[_Iterable[_Union[MissCount, _Mapping]]] = ..., handoffs: _Optional[_Iterable[_Union[HandoffTotals, _Mapping]]] = ..., held_bytes: _Optional[int] = ...) -> None: ...
+    downgrades: _containers.RepeatedCompositeFieldContainer[Downgrade]
+    def __init__(self, server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., leases: _Optional[int] = ..., stores: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., namespaces: _Optional[int] = ..., holds: _Optional[int] = ..., pid: _Optional[int] = ..., protocol_versions: _Optional[_Iterable[int]] = ..., region: _Optional[_Union[RegionStatus, _Mapping]] = ..., loop_lag: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., lookup_keys: _Optional[int] = ..., lookup_misses: _Optional[int] = ..., misses: _Optional[_Iterable[_Union[MissCount, _Mapping]]] = ..., handoffs: _Optional[_Iterable[_Union[HandoffTotals, _Mapping]]] = ..., held_bytes: _Optional[int] = ..., downgrades: _Optional[_Iterable[_Union[Downgrade, _Mapping]]] = ...) -> None: ...
+
+class Downgrade(_message.Message):
+    __slots__ = ("feature", "cause", "remedy")
+    FEATURE_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
+    feature: str
+    cause: str
+    remedy: str
+    def __init__(self, feature: _Optional[str] = ..., cause: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
 
 class RegionStatus(_message.Message):
     __slots__ = ("size_bytes", "backed_bytes", "huge_bytes", "memory_nodes", "misplaced")

@@ -282,9 +282,9 @@ class BrokerClient:
                 return message
         os._exit(0)  # the server has ended
 
-    def listening(self, port: int) -> None:
-        """Reports the TCP port. Then the server passes connections."""
-        self.send(Listening(port))
+    def listening(self) -> None:
+        """Reports that this process serves. Then the server passes connections."""
+        self.send(Listening())
 
     def start(self) -> None:
         """Starts the reading thread, and one that ends slow streams."""

@@ -37,15 +37,9 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Setup(_Message, frozen=True):
-    """First message of the server: listening addresses and region."""
+    """First message of the server."""
 
     region_bytes: int
-    hosts: tuple[str, ...]
-    """Hosts to listen on, all with one port; empty without TCP."""
-    port: int
-    """TCP port to try first; 0 for any."""
-    any_port: bool
-    """Whether another port may be used instead."""
     limits: LimitConfig
     tls: tuple[str, str, str] | None = None
     """Files of certificate, key and client CA ("" for none); TCP connections use TLS if set."""
@@ -95,9 +89,7 @@ class Pong(_Message, frozen=True):
 
 
 class Listening(_Message, frozen=True):
-    """First message of the child: its TCP port (0 for none)."""
-
-    port: int
+    """First message of the child: it serves connections from now on."""
 
 
 class Caller(msgspec.Struct, frozen=True, array_like=True):

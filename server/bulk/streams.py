@@ -1,6 +1,6 @@
 """Bulk process: serves Push and Pull over the socket protocol (`docs/wire.md`).
 
-`python -m kvtier.server.bulk.streams` with three inherited descriptors runs it. Bytes are copied
+`python -m kvtier.server.bulk.streams` with inherited descriptors runs it. Bytes are copied
 directly between socket and slots.
 
 Each connection has a thread, which serves one call after the other. Shutting down the socket
@@ -9,7 +9,6 @@ unblocks the thread and ends its stream.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -90,24 +89,10 @@ class StreamServer:
         self._places = ConnectionPlaces()
         self._new = NewConnections()
 
-    def listen(self, hosts: tuple[str, ...], wanted: int, *, other: bool = True) -> int:
-        """Listens on all hosts at one port; returns the port, or 0 if no host can be bound.
-
-        The port is `wanted`, or with `other` any port if `wanted` is in use.
-        """
-        port = 0
-        for host in hosts:
-            for number in (port,) if port else (wanted, 0) if other else (wanted,):
-                try:
-                    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                    listener = socket.create_server((host, number), family=family, backlog=128)
-                except OSError as error:
-                    _log.warning("sockets for streams are not served on %s port %d: %s", host, number, error)
-                    continue
-                port = listener.getsockname()[1]
-                threading.Thread(target=self._accept, args=(listener,), name="kvtier-accept", daemon=True).start()
-                break
-        return port
+    def serve(self, listener: socket.socket) -> None:
+        """Accepts connections of a listening socket on a thread."""
+        listener.setblocking(True)  # the server's event loop has made it non-blocking
+        threading.Thread(target=self._accept, args=(listener,), name="kvtier-accept", daemon=True).start()
 
     def receive_connections(self) -> None:
         """Serves the Unix connections for streams that the server passes. Does not return."""
@@ -361,13 +346,15 @@ def _unimplemented(number: int, method: bytes) -> bytes:
     return frames.pack_error(number, status_pb2.Status(code=code, message=text))
 
 
-def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
+def main(socket_fd: int, region_fd: int, handover_fd: int, *listener_fds: int) -> None:
     """Serves until the server has ended. Does not return."""
     broker = BrokerClient(connect(socket_fd))
     setup = broker.setup()
     broker.start()  # without the nice value, so that busy streams do not delay its answers
-    with contextlib.suppress(OSError):  # a sandbox may forbid it
+    try:
         os.nice(_NICE)  # before the other threads start, because threads inherit it
+    except OSError as error:  # a sandbox may forbid it
+        _log.warning("streams may delay calls, because the bulk process has the priority of the server: %s", error)
     tune_malloc()
     sys.setswitchinterval(1e-4)  # as in the server: see `serve`
     region = HostRegion.attach(region_fd, setup.region_bytes)
@@ -376,9 +363,11 @@ def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
         ServerContext(setup.tls[0], setup.tls[1], setup.tls[2] or None, frames.STREAMS_PROTOCOL) if setup.tls else None
     )
     server = StreamServer(broker, region, setup.limits, socket.socket(fileno=handover_fd), tls)
-    broker.listening(server.listen(setup.hosts, setup.port, other=setup.any_port))
+    for descriptor in listener_fds:
+        server.serve(socket.socket(fileno=descriptor))
+    broker.listening()
     server.receive_connections()
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]))
+    main(*map(int, sys.argv[1:]))

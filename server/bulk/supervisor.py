@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,17 +16,20 @@ import msgspec
 from ...cuda.host.region import HostRegion
 from ..config.schema import Config
 from ..process.child import Child, RestartBackoff
+from ..rpc.sockets import SocketError, bind_tcp
+from ..telemetry.downgrades import Downgrades
 from ..telemetry.logs import get_logger
 from .broker import BulkBroker
 from .messages import Listening, Ping, Pong, Setup, ToChild, decode_from_child, encode
 
-__all__ = ["BulkProcess"]
+__all__ = ["BulkProcess", "bind_streams"]
 
 _log = get_logger(__name__)
 
 _HANDOVER_BYTES = 16
 _END_SECONDS = 1.0
 """Time for the child to end after its socket was closed; then it is killed."""
+_TURN_AWAY_SECONDS = 0.005
 _ROUND_SECONDS = 1.0
 _SILENT_ROUNDS = 5
 """Number of pings, one after another, without an answer. Then the child is stuck. On a machine with
@@ -35,17 +39,34 @@ _DETACH_SECONDS = 30.0
 """Time after which a stream that does not detach from its slots is stuck."""
 
 
+def bind_streams(config: Config) -> list[socket.socket]:
+    """Returns listening TCP sockets on the hosts of `listen`. Raises `SocketError`."""
+    hosts = [endpoint.host for endpoint in config.endpoints if not endpoint.is_unix and config.bulk.tcp]
+    try:
+        return bind_tcp(hosts, config.bulk.tcp_port)
+    except OSError as error:
+        where = f"bulk.tcp_port = {config.bulk.tcp_port}: cannot listen on {', '.join(hosts)}"
+        raise SocketError(f"{where}: {error.strerror}") from error
+
+
 class BulkProcess:
     """The child process, if it runs. `close` ends it."""
 
     def __init__(
-        self, region: HostRegion, config: Config, broker: BulkBroker, take_calls: Callable[[socket.socket], None]
+        self,
+        region: HostRegion,
+        config: Config,
+        broker: BulkBroker,
+        take_calls: Callable[[socket.socket], None],
+        listeners: Sequence[socket.socket] = (),
+        downgrades: Downgrades | None = None,
     ) -> None:
-        """`take_calls` gets the connections for calls that the child has accepted."""
+        """`take_calls` gets the connections for calls that the child has accepted.
+
+        `listeners`: TCP sockets with one port, which the caller closes after `close`.
+        """
         self._region = region
         self._limits = config.limits
-        self._settings = config.bulk
-        self._hosts = tuple(each.host for each in config.endpoints if not each.is_unix and config.bulk.tcp)
         tls = config.tls
         self._tls = (str(tls.cert), str(tls.key), str(tls.client_ca or "")) if tls.cert is not None else None
         self._broker = broker
@@ -54,9 +75,12 @@ class BulkProcess:
         self._child: Child | None = None
         self._handover: socket.socket | None = None
         """Connected to the child while the child serves."""
-        self._port = 0
+        self._downgrades = downgrades or Downgrades()
+        self._listeners = listeners
+        self._port = listeners[0].getsockname()[1] if listeners else 0
         self._answers = 0
         """Number of `Pong` messages."""
+        self._turn_away()
 
     def locate(self) -> int | None:
         """Starts the child if needed. Returns its TCP port (0 for none); None until it is ready."""
@@ -100,6 +124,31 @@ class BulkProcess:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        self._stop_turning_away()
+
+    def _turn_away(self) -> None:
+        """Closes TCP connections until a child serves, so that clients use gRPC at once."""
+        self._turns_away = True
+        for listener in self._listeners:
+            listener.setblocking(False)
+            self._watch(listener)
+
+    def _stop_turning_away(self) -> None:
+        self._turns_away = False
+        for listener in self._listeners:
+            asyncio.get_running_loop().remove_reader(listener)
+
+    def _watch(self, listener: socket.socket) -> None:
+        if self._turns_away:
+            asyncio.get_running_loop().add_reader(listener, self._close_next, listener)
+
+    def _close_next(self, listener: socket.socket) -> None:
+        """Closes one connection, and then none for a time, so that a flood costs nothing else."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener)
+        with contextlib.suppress(OSError):
+            listener.accept()[0].close()
+        loop.call_later(_TURN_AWAY_SECONDS, self._watch, listener)
 
     async def _run(self) -> None:
         backoff = RestartBackoff(most=10.0, good=30.0)
@@ -107,10 +156,15 @@ class BulkProcess:
             began = time.monotonic()
             try:
                 await self._run_once()
+                cause = "it ended"
             except (OSError, RuntimeError, msgspec.MsgspecError) as error:  # or no thread available
-                _log.warning("bulk process failed", error=str(error))
+                cause = str(error)
+                _log.warning("bulk process failed", error=cause)
+            self._turn_away()
             backoff.ended(time.monotonic() - began)
             _log.warning("bulk process has ended; streams go through the server", retry_seconds=backoff.remaining())
+            text = f"the bulk process does not run, so streams are slower: {cause}"
+            self._downgrades.report("streams", text, "see the log lines of the bulk process", is_logged=False)
             await asyncio.sleep(backoff.remaining())
 
     async def _run_once(self) -> None:
@@ -118,7 +172,8 @@ class BulkProcess:
         loop = asyncio.get_running_loop()
         with ours:
             with theirs:
-                fds = [self._region.fd, theirs.fileno()]
+                self._stop_turning_away()
+                fds = [self._region.fd, theirs.fileno(), *(listener.fileno() for listener in self._listeners)]
                 self._child = child = await Child.start(
                     "kvtier.server.bulk.streams", [str(fd) for fd in fds], fds, partial(self._take, ours)
                 )
@@ -144,9 +199,6 @@ class BulkProcess:
     def _setup(self) -> Setup:
         return Setup(
             region_bytes=self._region.size_bytes,
-            hosts=self._hosts,
-            port=self._settings.tcp_port or self._port,
-            any_port=not self._settings.tcp_port,
             limits=self._limits,
             tls=self._tls,
         )
@@ -165,8 +217,9 @@ class BulkProcess:
     def _take(self, handover: socket.socket, _: dict[str, Any], payload: bytes) -> None:
         message = decode_from_child(payload)
         if isinstance(message, Listening):
-            self._port, self._handover = message.port, handover
-            _log.info("bulk process serves", pid=self._child and self._child.pid, port=message.port)
+            self._handover = handover
+            self._downgrades.end("streams")
+            _log.info("bulk process serves", pid=self._child and self._child.pid, port=self._port)
         elif isinstance(message, Pong):
             self._answers += 1
         else:

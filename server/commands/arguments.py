@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -23,6 +24,10 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unknown argument {unknown[0]}{_hint(unknown[0], self._option_string_actions)}")
         return found, unknown
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Writes a text. Unlike the base class, raises `OSError` if the output is lost."""
+        (file or sys.stderr).write(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
+import os
 import sys
 from collections.abc import Iterable
 
@@ -11,12 +15,16 @@ __all__ = [
     "EXIT_CODES",
     "EXIT_CONFIG",
     "EXIT_FAILURE",
+    "EXIT_INTERRUPTED",
     "EXIT_LEFT_BEHIND",
     "EXIT_REPAIRED",
     "EXIT_UNCHECKED",
     "EXIT_UNREACHABLE",
     "EXIT_USAGE",
     "complain",
+    "forget_output",
+    "is_lost_output",
+    "prepare_streams",
     "print_line",
     "refuse",
 ]
@@ -28,6 +36,7 @@ EXIT_REPAIRED = 3
 EXIT_LEFT_BEHIND = 3
 EXIT_UNCHECKED = 4
 EXIT_CONFIG = 78
+EXIT_INTERRUPTED = 130
 
 EXIT_CODES = (
     (0, "all", "success; `doctor`: no check failed (warnings are possible); `fsck`: no damage"),
@@ -41,8 +50,46 @@ EXIT_CODES = (
     (EXIT_REPAIRED, "fsck", "all damage was repaired"),
     (EXIT_UNCHECKED, "fsck", "a tier could not be checked"),
     (EXIT_CONFIG, "serve, config, fsck, remote", "the configuration is invalid (EX_CONFIG)"),
+    (EXIT_INTERRUPTED, "all", "interrupted by Ctrl-C"),
 )
 """Every exit code, the commands that use it, and its meaning."""
+
+
+_LOST_OUTPUT = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF, errno.EIO))
+
+
+def prepare_streams() -> None:
+    """Opens closed standard streams, and escapes characters that a terminal cannot show.
+
+    If a standard stream were closed, the next file or socket would get its number, and would
+    receive what a library writes to this stream. A closed standard output stays unwritable.
+    """
+    for number, (name, flags) in enumerate((("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, flags)  # gets the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def is_lost_output(error: OSError) -> bool:
+    """Returns whether a write to a standard stream failed, not an operation on a file."""
+    return error.errno in _LOST_OUTPUT and error.filename is None
+
+
+def forget_output() -> None:
+    """Discards buffered output, so that the interpreter's flush at exit does not fail again."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def print_line(text: str) -> None:
@@ -50,9 +97,10 @@ def print_line(text: str) -> None:
 
 
 def complain(lines: Iterable[str]) -> None:
-    """Writes each line to standard error."""
-    for line in lines:
-        sys.stderr.write(f"kvtier: {printable(line)}\n")
+    """Writes each line to standard error, if it can be written to."""
+    with contextlib.suppress(OSError):
+        for line in lines:
+            sys.stderr.write(f"kvtier: {printable(line)}\n")
 
 
 def refuse(problems: Iterable[str], code: int) -> int:

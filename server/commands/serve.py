@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,9 +13,11 @@ from ..config.loader import Loaded
 from ..config.remote import key_files_of
 from ..config.schema import ConfigError, TierConfig
 from ..config.units import human_size
+from ..doctor.disk_checks import network_disks
 from ..process.crash_reporter import start_crash_reporter
 from ..process.limits import limit_findings, needs_of, raise_soft_limits, room
 from ..telemetry import logs
+from ..telemetry.downgrades import Downgrades
 from .config import load
 from .console import EXIT_CONFIG, EXIT_FAILURE, refuse
 
@@ -39,17 +40,24 @@ def run(options: argparse.Namespace) -> int:
     if problems := untrusted_stores(config, create=True):
         return refuse(problems, EXIT_CONFIG)
     configure_logs = partial(logs.configure, loaded.config.log)
-    with contextlib.suppress(OSError):  # without a free process the server has no reporter
+    no_reporter = ""
+    try:
         start_crash_reporter(configure_logs, [tier.path for tier in loaded.config.tiers if not tier.is_remote])
+    except OSError as error:
+        no_reporter = f"the cause of a crash would not be logged, because no process can be started: {error}"
     configure_logs()
-    log = logs.get_logger(__name__)
-    for warning in (*loaded.warnings, *file_warnings(config), *limit_warnings):
-        log.warning(warning)
-    _log_storage(log, loaded)
+    downgrades = Downgrades()
+    for warning in (*loaded.warnings, *file_warnings(config), *network_disks(config)):
+        downgrades.report("configuration", warning, "kvtier config shows the origin of each value", subject=warning)
+    for warning in limit_warnings:
+        downgrades.report("limits", warning, "kvtier doctor --only limits", subject=warning)
+    if no_reporter:
+        downgrades.report("crash_report", no_reporter, "raise the limits of processes: kvtier doctor --only limits")
+    _log_storage(logs.get_logger(__name__), loaded)
     from ..app import EXIT_LEFT_BEHIND, serve
 
     try:
-        code = serve(loaded.config)
+        code = serve(loaded.config, downgrades)
     finally:
         logs.flush()
     if code == EXIT_LEFT_BEHIND:

@@ -51,6 +51,10 @@ def _print_troubles(answer: GetStatusResponse, console: Console) -> None:
     for tier in answer.tiers:
         if not tier.healthy:
             console.print(f"{tier.name}: {tier.trouble or 'in trouble'}", style="red")
+    for each in answer.downgrades:
+        console.print(f"warning: {each.feature}: {each.cause}", style="yellow")
+        if each.remedy:
+            console.print(f"         do: {each.remedy}")
 
 
 def _tiers(answer: GetStatusResponse) -> ResponsiveTable:

@@ -148,9 +148,12 @@ def _path(value: Any) -> Path:
     if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
         raise ValueError("must be a path")
     try:
+        str(value).encode()
         return Path(value).expanduser().absolute()
-    except RuntimeError as error:
-        raise ValueError(f"{error}") from None
+    except UnicodeEncodeError:
+        raise ValueError("must be UTF-8, because logs and messages contain the path") from None
+    except RuntimeError:
+        raise ValueError("the home directory is not known: set HOME, or write a path without ~") from None
 
 
 def settings_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, Setting]:

@@ -27,7 +27,7 @@ from .tenants import read_tenants
 from .tiers import DEFAULT_TABLES, read_tiers, size_notes
 from .toml import toml_text
 from .units import GIB, MIB, human_size
-from .validation import conflicts, read_value, warnings
+from .validation import conflicts, proxy_warnings, read_value, warnings
 
 __all__ = ["CONFIG_VARIABLE", "Loaded", "load"]
 
@@ -94,6 +94,8 @@ def load(
     size of the machine's memory and disk. `load` creates no file or directory.
     """
     builder = _Builder()
+    # Blanks around a value are ignored: it may come from a file with a line end.
+    environ = {name: value.strip() for name, value in environ.items()}
     path = file or environ.get(CONFIG_VARIABLE)
     if path:
         _read_file(Path(path), builder)
@@ -105,6 +107,8 @@ def load(
         raise ConfigError(*builder.problems)
 
     _add_defaults(builder, environ)
+    if builder.problems:
+        raise ConfigError(*builder.problems)
     values = builder.values
     if "tiers" in builder.origins:
         tier_tables = values["tiers"]
@@ -124,7 +128,8 @@ def load(
         raise ConfigError(*problems)
     config = _build(values)
     notes = (*builder.notes, *size_notes(config.tiers, tier_tables))
-    return Loaded(config, builder.origins, (*builder.warnings, *warnings(config)), notes)
+    found = (*builder.warnings, *warnings(config), *proxy_warnings(config, environ))
+    return Loaded(config, builder.origins, found, notes)
 
 
 def _flag(key: str) -> str:

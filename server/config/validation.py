@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from ...cuda.host.numa import read_placement
 from ...protos.endpoint import parse_endpoint
@@ -12,15 +13,21 @@ from ...tiers.core.handoffs import EXPIRY_MARGIN_SECONDS
 from .fields import SETTINGS, Setting
 from .machine import memory_bytes
 from .peers import PEERS_TIER
-from .schema import Config
+from .schema import Config, TierConfig
 from .units import format_size, human_size
 
-__all__ = ["conflicts", "read_value", "warnings"]
+__all__ = ["conflicts", "proxy_warnings", "read_value", "warnings"]
 
 _KEY_OVERHEAD_BYTES = 8
 """Bytes of a key in a message besides the key itself: a length, and a position in a publication."""
 _MESSAGE_OVERHEAD_BYTES = 16 * 1024
 """Bytes of the largest request besides the keys."""
+_PROVIDERS = {
+    "s3": "s3.amazonaws.com",
+    "gs": "storage.googleapis.com",
+    "az": "blob.core.windows.net",
+}
+"""Host of each provider, or the end of its hosts' names."""
 
 
 def read_value(setting: Setting, value: Any, *, is_text: bool = False) -> Any:
@@ -175,6 +182,17 @@ def _reach(address: str) -> str:
 
 def warnings(config: Config) -> Iterator[str]:
     """Yields a warning for each setting that is permitted, but perhaps a mistake."""
+    yield from _listen_warnings(config)
+    if config.metrics is not None and not config.auth.metrics and not parse_endpoint(config.metrics).is_loopback:
+        yield f"metrics on {config.metrics}: the whole network can see models, engines and tenants; see auth.metrics"
+    for address in (config.events.publish, config.events.replay):
+        if address is not None and address.startswith("tcp://") and config.events.keys is None:
+            yield f"events on {address}: {_reach(address)} can read the block hashes of all tenants"
+    if config.region_size > memory_bytes() // 2:
+        yield f"region_size = {format_size(config.region_size)} is more than half of this machine's memory"
+
+
+def _listen_warnings(config: Config) -> Iterator[str]:
     for endpoint in config.endpoints:
         reach = "every user of this host" if endpoint.is_loopback else "everyone on the network"
         if endpoint.is_unix:
@@ -185,10 +203,44 @@ def warnings(config: Config) -> Iterator[str]:
             yield f"listening on {endpoint} unencrypted: {reach} can read and write the cache"
         elif not config.authenticates:
             yield f"listening on {endpoint} without authentication: {reach} can read and write the cache"
-    if config.metrics is not None and not config.auth.metrics and not parse_endpoint(config.metrics).is_loopback:
-        yield f"metrics on {config.metrics}: the whole network can see models, engines and tenants; see auth.metrics"
-    for address in (config.events.publish, config.events.replay):
-        if address is not None and address.startswith("tcp://") and config.events.keys is None:
-            yield f"events on {address}: {_reach(address)} can read the block hashes of all tenants"
-    if config.region_size > memory_bytes() // 2:
-        yield f"region_size = {format_size(config.region_size)} is more than half of this machine's memory"
+    if not config.bulk.tcp and any(not endpoint.is_unix for endpoint in config.endpoints):
+        yield "bulk.tcp = false: clients of TCP addresses use gRPC streams, which are slower than sockets"
+
+
+def proxy_warnings(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yields a warning for each configured destination that is reached through a proxy."""
+    # All other connections of kvtier ignore proxies. These use them for the loopback too.
+    for tier in config.tiers:
+        if tier.type == "s3" and (url := _store_url(tier)):
+            yield from _warning(f"tier {tier.name}: requests", url, (urlsplit(url).scheme, "all"), environ)
+    if config.tracing.endpoint is not None:
+        yield from _warning(
+            f"tracing.endpoint = {config.tracing.endpoint}: spans",
+            config.tracing.endpoint,
+            ("grpc", "https", "http"),  # the C core of gRPC tries them in this order
+            environ,
+        )
+
+
+def _store_url(tier: TierConfig) -> str:
+    endpoint = tier.options.get("endpoint")
+    provider = _PROVIDERS.get(urlsplit(tier.options["url"]).scheme)
+    return str(endpoint or (provider and f"https://{provider}") or "")
+
+
+def _warning(what: str, url: str, schemes: tuple[str, ...], environ: Mapping[str, str]) -> Iterator[str]:
+    names = [name for scheme in schemes for name in (f"{scheme}_proxy", f"{scheme}_proxy".upper())]
+    variable = next((name for name in names if environ.get(name)), None)
+    host = urlsplit(url).hostname or ""
+    if variable is None or _is_excepted(host, environ):
+        return
+    # Without the value, because it can contain a password.
+    yield f"{what} to {host} go through the proxy of {variable}: add {host} to no_proxy if it is reached directly"
+
+
+def _is_excepted(host: str, environ: Mapping[str, str]) -> bool:
+    for entry in (environ.get("no_grpc_proxy") or environ.get("no_proxy") or environ.get("NO_PROXY") or "").split(","):
+        name = entry.strip().partition(":")[0].lstrip("*.").lower()
+        if entry.strip() == "*" or (name and (host == name or host.endswith(f".{name}"))):
+            return True
+    return False

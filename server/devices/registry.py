@@ -22,7 +22,7 @@ from ..runtime import TierRuntime, random_ids
 from ..telemetry.logs import get_logger
 from .copy_worker_client import CopyPlan, CopyWorkerClient
 
-__all__ = ["DeviceRegistry", "Registration", "export_of", "unavailable_reason"]
+__all__ = ["DeviceRegistry", "Registration", "export_of", "has_gpu", "unavailable_reason"]
 
 _log = get_logger(__name__)
 
@@ -236,13 +236,17 @@ def _run_of(run: devices_pb2.DeviceRun) -> LayoutRun:
     return LayoutRun(run.allocation_index, offset, block_stride, piece_bytes, run.pieces, piece_stride)
 
 
+def has_gpu(devices: tuple[Path, ...] = _NVIDIA) -> bool:
+    return any(path.exists() for path in devices)
+
+
 def unavailable_reason(driver: str, devices: tuple[Path, ...] = _NVIDIA) -> str:
     """Returns why the server offers no device copies, as "cause: text"; "" if it offers them."""
     if driver == "off":
         return 'switched_off: the setting devices.driver is "off"'
     if driver != "auto":
         return ""
-    if not any(path.exists() for path in devices):
+    if not has_gpu(devices):
         return f"{Cause.NO_DRIVER}: {DeviceError(Cause.NO_DRIVER)}"
     try:
         metadata.distribution("cuda-bindings")

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..config.machine import disk_bytes, existing_directory
+from ..config.schema import Config
 from ..config.units import MIB, human_size
 from . import machine
 from .finding import CheckContext, CheckResult, fail, ok, warn
 
-__all__ = ["disks"]
+__all__ = ["disks", "network_disks"]
 
 _NETWORK = {
     *("9p", "afs", "ceph", "cifs", "fuse.glusterfs", "fuse.sshfs", "glusterfs", "gpfs"),
@@ -53,6 +54,14 @@ def disks(context: CheckContext) -> Iterator[CheckResult]:
         if context.measure_disks and device not in measured:
             measured.add(device)
             yield _speed(what, directory)
+
+
+def network_disks(config: Config) -> Iterator[str]:
+    """Yields a warning for each tier whose files are on a network file system."""
+    for tier in config.tiers:
+        kind = "" if tier.is_remote else machine.file_system(existing_directory(tier.path).resolve())
+        if kind in _NETWORK:
+            yield f"tier {tier.name} ({tier.path}) is on {kind}, a network file system: its blocks can be lost or damaged"
 
 
 def _file_system(what: str, directory: Path) -> Iterator[CheckResult]:

@@ -10,6 +10,7 @@ import socket
 import stat
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ... import __version__
@@ -213,6 +214,12 @@ def server(context: CheckContext) -> Iterator[CheckResult]:
                 "the server works without this tier",
                 "docs/troubleshooting.md#a-tier-is-in-trouble",
             )
+    for each in status.downgrades:
+        yield warn(
+            f"{each.feature}: {each.cause}",
+            "a path of the server is slower, or a feature is absent",
+            each.remedy or "docs/running.md#downgrades",
+        )
     if status.quarantined_bytes:
         yield warn(
             f"{human_size(status.quarantined_bytes)} is in quarantine",
@@ -255,7 +262,14 @@ def ports(context: CheckContext) -> Iterator[CheckResult]:
     if config is None:
         return
     addresses = [endpoint for endpoint in config.endpoints if not endpoint.is_unix]
+    if config.bulk.tcp and config.bulk.tcp_port:
+        addresses += [replace(endpoint, port=config.bulk.tcp_port) for endpoint in addresses]
     addresses += [parse_endpoint(config.metrics)] if config.metrics else []
+    addresses += [
+        parse_endpoint(address.removeprefix("tcp://"))
+        for address in (config.events.publish, config.events.replay)
+        if address is not None and address.startswith("tcp://")
+    ]
     if not addresses:
         yield ok("no TCP port is configured")
     for address in addresses:
@@ -268,7 +282,7 @@ def ports(context: CheckContext) -> Iterator[CheckResult]:
             yield fail(
                 f"{address}: {trouble.strerror}",
                 "a server cannot start",
-                "choose another port (--listen, --metrics), or end the process that uses it: ss -ltnp",
+                "choose another port (listen, metrics, bulk.tcp_port, events), or end the process that uses it: ss -ltnp",
             )
 
 

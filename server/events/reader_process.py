@@ -12,6 +12,7 @@ from ...tiers.base import NamespaceId
 from ...tiers.core.event_log import event_scope
 from ..config.events import EventConfig
 from ..process.child import Child, RestartBackoff
+from ..telemetry.downgrades import Downgrades
 from ..telemetry.logs import get_logger
 from .reader_keys import MAX_TENANTS, ReaderKeyFile
 from .reader_sockets import ReaderSocket
@@ -30,9 +31,10 @@ _END_SECONDS = 1.0
 class ReaderProcess:
     """The child process. All calls must come from the event loop."""
 
-    def __init__(self, config: EventConfig) -> None:
+    def __init__(self, config: EventConfig, downgrades: Downgrades | None = None) -> None:
         """Opens the listening sockets. Raises PublisherError."""
         self._config = config
+        self._downgrades = downgrades or Downgrades()
         self._child: Child | None = None
         self._untaken = 0
         self._room = asyncio.Event()
@@ -56,9 +58,13 @@ class ReaderProcess:
             began = time.monotonic()
             try:
                 await self._run_once(publish)
+                cause = "it ended"
             except OSError as error:
-                _log.warning("the process for readers of events failed", error=str(error))
+                cause = str(error)
+                _log.warning("the process for readers of events failed", error=cause)
             backoff.ended(time.monotonic() - began)
+            text = f"no events are published, because the process for their readers does not run: {cause}"
+            self._downgrades.report("events", text, "see the log lines of this process", is_logged=False)
             _log.warning("the process for readers of events has ended", retry_seconds=backoff.remaining())
             await asyncio.sleep(backoff.remaining())
 
@@ -76,13 +82,15 @@ class ReaderProcess:
         self._opened.close()
 
     async def _run_once(self, publish: Callable[[], Awaitable[None]]) -> None:
-        fds = [socket.fileno() for socket in self._sockets]
-        child = await Child.start(_MODULE, [str(fd) for fd in (*fds, -1)], fds, self._take)
+        groups = [socket.filenos() for socket in self._sockets]
+        fds = [fd for group in groups for fd in group]
+        child = await Child.start(_MODULE, [",".join(map(str, group)) for group in groups], fds, self._take)
         tasks = []
         try:
             self._child, self._untaken = child, 0
             self._room.set()
             child.send(self._setup())
+            self._downgrades.end("events")
             _log.info("events are published", address=self._config.publish, pid=child.pid)
             tasks = [asyncio.ensure_future(each) for each in (publish(), self._send_keys(child))]
             await child.hung_up()

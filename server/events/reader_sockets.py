@@ -6,7 +6,7 @@ import socket
 from typing import Final
 
 from ...protos.endpoint import EndpointError, parse_endpoint
-from ..rpc.sockets import SocketClaim, SocketError
+from ..rpc.sockets import SocketClaim, SocketError, bind_tcp
 
 __all__ = ["SEND_BUFFER_BYTES", "PublisherError", "ReaderSocket"]
 
@@ -29,12 +29,16 @@ class PublisherError(Exception):
 
 
 class ReaderSocket:
-    """Listening socket of an address like `tcp://HOST:PORT` or `ipc:///PATH`."""
+    """Listening sockets of an address like `tcp://HOST:PORT` or `ipc:///PATH`.
+
+    `*` and wildcard addresses accept IPv4 and IPv6. A name stands for all of its addresses.
+    """
 
     def __init__(self, address: str) -> None:
         """Raises PublisherError."""
         scheme, _, rest = address.partition("://")
         self._claim: SocketClaim | None = None
+        self._sockets: list[socket.socket] = []
         try:
             if scheme == "ipc":
                 self._listen_unix(rest)
@@ -45,32 +49,29 @@ class ReaderSocket:
             cause = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise PublisherError(f"cannot publish events on {address}: {cause}") from error
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
+    def filenos(self) -> list[int]:
+        return [each.fileno() for each in self._sockets]
 
     def close(self) -> None:
-        if hasattr(self, "_socket"):
-            self._socket.close()
+        for each in self._sockets:
+            each.close()
         if self._claim is not None:
             self._claim.release()
 
     def _listen_unix(self, path: str) -> None:
         endpoint = parse_endpoint(f"unix:{path}")
         self._claim = claim = SocketClaim(endpoint)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(str(claim.path))
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._sockets.append(listener)
+        listener.bind(str(claim.path))
         claim.restrict()  # before `listen`: until then no process can connect
-        self._socket.listen(_BACKLOG)
+        listener.listen(_BACKLOG)
 
     def _listen_tcp(self, address: str) -> None:
         endpoint = parse_endpoint(address)
-        host = "0.0.0.0" if endpoint.host == "*" else endpoint.host  # noqa: S104 - as ZeroMQ does
-        family, kind, protocol, _, where = socket.getaddrinfo(host, endpoint.port, type=socket.SOCK_STREAM)[0]
-        self._socket = socket.socket(family, kind, protocol)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
-        for option, value in _TCP_OPTIONS.items():
-            self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._socket.bind(where)
-        self._socket.listen(_BACKLOG)
+        self._sockets = bind_tcp([endpoint.host], endpoint.port)
+        for listener in self._sockets:  # accepted connections inherit the options
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
+            for option, value in _TCP_OPTIONS.items():
+                listener.setsockopt(socket.IPPROTO_TCP, option, value)

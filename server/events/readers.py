@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -221,18 +221,19 @@ async def _serve(channel: Channel, listeners: list[tuple[int, type[ReaderConnect
             await asyncio.sleep(_END_TURN_SECONDS)
 
 
-def main(socket_fd: int, publish_fd: int, replay_fd: int) -> None:
-    """Serves until the server has ended. `replay_fd`: -1 without replays."""
+def main(socket_fd: int, publish_fds: Sequence[int], replay_fds: Sequence[int] = ()) -> None:
+    """Serves until the server has ended. The descriptors are listening sockets."""
     channel = connect(socket_fd)
-    with contextlib.suppress(OSError):  # a sandbox may forbid it
+    try:
         os.nice(_NICE)
+    except OSError as error:  # a sandbox may forbid it
+        _log.warning("readers of events may delay calls, because their process has the server's priority: %s", error)
     setup, _ = next(iter(channel))
     _limit_resources(setup["max_readers"], setup["buffers"] * setup["buffer"])
-    listeners: list[tuple[int, type[ReaderConnection]]] = [(publish_fd, SubscriberConnection)]
-    if replay_fd >= 0:
-        listeners.append((replay_fd, ReplayConnection))
+    listeners: list[tuple[int, type[ReaderConnection]]] = [(fd, SubscriberConnection) for fd in publish_fds]
+    listeners += [(fd, ReplayConnection) for fd in replay_fds]
     asyncio.run(_serve(channel, listeners, setup))
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]))
+    main(int(sys.argv[1]), *([int(fd) for fd in text.split(",")] for text in sys.argv[2:]))

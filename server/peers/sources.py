@@ -164,6 +164,7 @@ class PeerSources:
                 is_listed = found is not None and (found.host, found.port) == (address.host, address.port)
                 if not is_listed or self._breakers[place].is_idle:
                     del self._breakers[place]
+                    self._runtime.downgrades.end("peers", str(address))
 
     async def close(self) -> None:
         self._directory.close()
@@ -219,6 +220,9 @@ class PeerSources:
             _log.warning("no blocks from another server", server=server, reason=f"{error}")
             return _REFUSED
         self._breakers[place].failed(f"{error}")
+        cause = f"blocks of the server {server} are not loaded: {str(error) or 'no answer in time'}"
+        remedy = "check that this server runs, and peers.servers, TLS and firewalls; docs/peers.md"
+        self._runtime.downgrades.report("peers", cause, remedy, subject=server, is_logged=False)
         if isinstance(error, PeerError | TimeoutError | CredentialsError):
             _log.warning("no blocks from another server", server=server, reason=f"{error}" or "no answer in time")
         else:
@@ -259,6 +263,7 @@ class PeerSources:
             until=until,
         )
         self._breakers[place].succeeded()
+        self._runtime.downgrades.end("peers", str(place[0]))
         if lease is None:
             return Located(_ABSENT)
         # Searches at the same time may have located the same blocks, or others.

@@ -1,8 +1,8 @@
 """Child processes of the server, for work that may crash or hold the GIL for long.
 
 A child runs a module of this package with the same interpreter. It has a socket to the server and
-inherits the given descriptors. The server logs the child's standard error. The kernel kills the
-child when the server ends.
+inherits the given descriptors. The server logs the child's standard error, each line with the level
+that the child gave it. The kernel kills the child when the server ends.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from ...tiers.storage.service_signals import without_signals
 from ..telemetry.logs import get_logger
-from .child_main import SIZES_BYTES, pack, read_sizes, unpack
+from .child_main import SIZES_BYTES, pack, read_sizes, split_level, unpack
 
 __all__ = ["Child", "RestartBackoff"]
 
@@ -175,8 +176,9 @@ class Child:
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._process.stderr)
         try:
             while line := await _line_of(reader):
-                if text := line.decode(errors="replace").rstrip():
-                    _log.info("output of a child process", child=self.name, pid=self.pid, text=text)
+                level, text = split_level(line.decode(errors="replace").rstrip())
+                if text:
+                    _log.log(level, "output of a child process", child=self.name, pid=self.pid, text=text)
         finally:
             transport.close()
 
@@ -226,15 +228,16 @@ class _Receiver(asyncio.Protocol):
 
 
 def _run(module: str, connection: int, arguments: Sequence[str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(  # noqa: S603 - our own interpreter and arguments
-        # -P: a folder `cuda` in the current directory must not shadow NVIDIA's package.
-        [sys.executable, "-P", "-m", module, str(connection), *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        pass_fds=[connection, *fds],
-        env=os.environ | {"PYTHONPATH": _python_path()},
-    )
+    with without_signals():
+        return subprocess.Popen(  # noqa: S603 - our own interpreter and arguments
+            # -P: a folder `cuda` in the current directory must not shadow NVIDIA's package.
+            [sys.executable, "-P", "-m", module, str(connection), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[connection, *fds],
+            env=os.environ | {"PYTHONPATH": _python_path()},
+        )
 
 
 async def _line_of(reader: asyncio.StreamReader) -> bytes:

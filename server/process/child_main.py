@@ -9,22 +9,25 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import re
 import signal
 import socket
 import struct
 import sys
 import threading
 from collections.abc import Iterator
+from types import TracebackType
 from typing import Any, Final
 
 from ..telemetry.line_limit import LimitedLines
 
-__all__ = ["MAX_MESSAGE_BYTES", "SIZES_BYTES", "Channel", "connect", "pack", "read_sizes", "unpack"]
+__all__ = ["MAX_MESSAGE_BYTES", "SIZES_BYTES", "Channel", "connect", "pack", "read_sizes", "split_level", "unpack"]
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 _SIZES: Final = struct.Struct("<II")  # bytes of the header, bytes of the payload
 SIZES_BYTES: Final = _SIZES.size
 _PR_SET_PDEATHSIG: Final = 1
+_LEVEL: Final = re.compile(r"<(\d{1,2})>")
 
 
 def pack(header: dict[str, Any], payload: bytes = b"") -> bytes:
@@ -85,11 +88,38 @@ def connect(fd: int) -> Channel:
     """Opens the socket inherited from `Child`. Makes this process end when the server ends."""
     # If the server ended before this line, the socket is closed, so the message loop ends at once.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A terminal sends these signals to the whole process group. The child ignores them, because the
-    # server ends its children after the drain.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(LimitedLines())
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    handler.setFormatter(_LeveledLines("%(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+    threading.excepthook = _log_uncaught_in_thread
     return Channel(socket.socket(fileno=fd))
+
+
+def split_level(line: str) -> tuple[int, str]:
+    """Returns the level and the text of a line of a child's standard error.
+
+    A line without a level is not of this module's log, for example a crash of the interpreter. It
+    counts as a warning.
+    """
+    level = _LEVEL.match(line)
+    return (int(level[1]), line[level.end() :]) if level else (logging.WARNING, line)
+
+
+class _LeveledLines(logging.Formatter):
+    """Writes the level before each line of a record, so that no text can be a line of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(f"<{record.levelno}>{line}" for line in super().format(record).splitlines())
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+    logging.getLogger(__name__).critical("uncaught exception", exc_info=(kind, error, trace))
+
+
+def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> Any:
+    if args.exc_value is not None:
+        exc_info = (args.exc_type, args.exc_value, args.exc_traceback)
+        logging.getLogger(__name__).critical("uncaught exception in a thread", exc_info=exc_info)

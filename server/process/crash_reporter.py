@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from ...tiers.storage.service_signals import without_signals
 from ..telemetry import logs
 
 __all__ = ["start_crash_reporter"]
@@ -46,23 +46,22 @@ def start_crash_reporter(configure_logs: Callable[[], object], directories: Sequ
     """
     reader, writer = os.pipe()
     try:
-        pid = os.fork()
+        # The reporter ends with the server, also after Ctrl-C in the server's terminal.
+        with without_signals():
+            pid = os.fork()
+            if not pid:
+                os.close(writer)
+                _report(reader, configure_logs, directories)
     except OSError:
         os.close(reader)
         os.close(writer)
         raise
-    if not pid:
-        os.close(writer)
-        _report(reader, configure_logs, directories)
     os.close(reader)
     faulthandler.enable(writer)
 
 
 def _report(reader: int, configure_logs: Callable[[], object], directories: Sequence[Path]) -> NoReturn:
     try:
-        # The reporter ends with the server, also after Ctrl-C in the server's terminal.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
         # `faulthandler` writes its first line, which names the signal, in several pieces.
         dump = b""
         while b"\n" not in dump and (piece := os.read(reader, _DUMP_BYTES)):

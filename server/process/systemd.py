@@ -11,17 +11,16 @@ import os
 import socket
 from collections.abc import Mapping
 
-from ..telemetry.logs import get_logger
+from ..telemetry.downgrades import Downgrades
 
 __all__ = ["ServiceManager"]
-
-_log = get_logger(__name__)
 
 
 class ServiceManager:
     """Sender of the server's state to the service manager, if there is one. Never raises."""
 
-    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, downgrades: Downgrades, environment: Mapping[str, str] = os.environ) -> None:
+        self._downgrades = downgrades
         path = environment.get("NOTIFY_SOCKET", "")
         # "@" stands for the NUL byte of an abstract socket. Other kinds of address (vsock) are
         # ignored.
@@ -58,7 +57,10 @@ class ServiceManager:
             ) as sender:
                 sender.sendto(message.encode(), self._address)
         except OSError as error:
-            _log.debug("cannot notify the service manager", message=message, reason=str(error))
+            cause = f"the service manager does not learn the state of the server: {error}"
+            self._downgrades.report("service_manager", cause, "check NOTIFY_SOCKET; docs/deploy.md#systemd")
+        else:
+            self._downgrades.end("service_manager")
 
 
 def _watchdog_seconds(environment: Mapping[str, str]) -> float | None:

@@ -13,13 +13,18 @@ import fcntl
 import os
 import socket
 import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from ...protos.endpoint import Endpoint, default_endpoint
 
-__all__ = ["SocketClaim", "SocketError", "port_error"]
+__all__ = ["SocketClaim", "SocketError", "bind_tcp", "port_error"]
 
 _ATTEMPTS = 10
+_WILDCARDS = ("0.0.0.0", "::", "*")  # noqa: S104 - addresses that an operator may configure
+_NO_SUCH_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.ENODEV, errno.EPROTONOSUPPORT)
+_BACKLOG = 128
 
 
 class SocketError(Exception):
@@ -75,15 +80,73 @@ class SocketClaim:
 def port_error(endpoint: Endpoint) -> OSError | None:
     """Returns the error that listening on this TCP address causes now; None if it is possible."""
     try:
-        family, kind, number, _, where = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, number) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-    except UnicodeError:  # a label of the name is empty or too long
-        return OSError(errno.EINVAL, "not the name of a host")
+        for listener in bind_tcp([endpoint.host], endpoint.port):
+            listener.close()
     except OSError as error:
         return error
     return None
+
+
+def bind_tcp(hosts: Iterable[str], port: int) -> list[socket.socket]:
+    """Returns listening sockets with one port for all addresses of the hosts. Raises `OSError`.
+
+    Port 0 means any. As with gRPC, a wildcard address accepts IPv4 and IPv6, and a name stands for
+    all of its addresses.
+    """
+    for attempt in range(_ATTEMPTS):
+        try:
+            return _bind_addresses(hosts, port)
+        except OSError as error:
+            # The port that the kernel chose for one address is in use for another one.
+            if port or error.errno != errno.EADDRINUSE or attempt == _ATTEMPTS - 1:
+                raise
+    return []
+
+
+def _bind_addresses(hosts: Iterable[str], port: int) -> list[socket.socket]:
+    with contextlib.ExitStack() as opened:
+        found: list[socket.socket] = []
+        for host in _without_duplicates(hosts):
+            missing, before = OSError(errno.EADDRNOTAVAIL, "no address"), len(found)
+            for family, where in _addresses(host, port):
+                try:
+                    listener = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    if family == socket.AF_INET6:
+                        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, host not in _WILDCARDS)
+                    listener.bind((where[0], port, *where[2:]))
+                    listener.listen(_BACKLOG)
+                except OSError as error:
+                    if error.errno not in _NO_SUCH_FAMILY:
+                        raise
+                    missing = error  # for example, IPv6 is off, and the name has addresses of both
+                    continue
+                port = listener.getsockname()[1]
+                found.append(listener)
+                if host in _WILDCARDS:
+                    break  # the first one accepts both families
+            if len(found) == before:
+                raise missing
+        opened.pop_all()
+        return found
+
+
+def _without_duplicates(hosts: Iterable[str]) -> list[str]:
+    """Returns the hosts, only the wildcard if there is one: it includes the others."""
+    names = list(dict.fromkeys(hosts))
+    return next(([name] for name in names if name in _WILDCARDS), names)
+
+
+def _addresses(host: str, port: int) -> Iterator[tuple[socket.AddressFamily, Any]]:
+    if host in _WILDCARDS:
+        yield socket.AF_INET6, ("::", port)
+        yield socket.AF_INET, ("0.0.0.0", port)  # noqa: S104
+        return
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError:  # a label of the name is empty or too long
+        raise OSError(errno.EINVAL, "not the name of a host") from None
+    yield from dict.fromkeys((family, where) for family, _, _, _, where in found)
 
 
 def _prepare_directory(directory: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,12 +27,15 @@ from ...tiers.types import NAMESPACE_BYTES, HandoffDirection, MissReason, ShareS
 from ..rpc.sessions import PROTOCOL_VERSIONS, OpenSession, SessionRegistry
 from ..rpc.slice_scheduler import slices_of
 from ..runtime import TierRuntime
+from ..telemetry.downgrades import Downgrade
 from ..telemetry.loop_lag import LoopLag
+from ..telemetry.metrics import ServerStats
 from .online_fsck import Progress
 
 __all__ = [
     "POLICIES",
     "build_status",
+    "current_downgrades",
     "duration_of",
     "evict_step",
     "explain_answer",
@@ -40,10 +43,14 @@ __all__ = [
     "handoff_status",
     "handoff_totals",
     "lease_status",
+    "server_stats",
 ]
 
 _SLICE = 512
 """Blocks of a store that are counted at once."""
+_ATTACH_SECONDS = 10.0
+"""Time within which a client maps the region after it has opened its session."""
+_NAMED_SESSIONS = 3
 
 POLICIES = {
     OffloadPolicy.BLOCK_LEVEL: cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL,
@@ -117,6 +124,49 @@ async def build_status(
         misses=_miss_counts(stats.misses_by_reason),
         uptime=duration_of(now - ready_at),
         loop_lag=duration_of(loop_lag.worst),
+        downgrades=[
+            admin_pb2.Downgrade(feature=each.feature, cause=each.cause, remedy=each.remedy)
+            for each in current_downgrades(runtime, sessions)
+        ],
+    )
+
+
+def current_downgrades(runtime: TierRuntime, sessions: SessionRegistry) -> list[Downgrade]:
+    """Returns the reported downgrades, and those that are seen in the tiers and sessions."""
+    found = runtime.downgrades.all()
+    for tier in runtime.tiers:
+        if (limitation := tier.limitation()) is not None:
+            found.append(Downgrade("tiers", f"tier {tier.name}: {limitation}", "kvtier doctor --only disks"))
+    since = runtime.now() - _ATTACH_SECONDS
+    unmapped = [each for each in sessions.all() if _is_unmapped(each) and each.opened_at < since]
+    if unmapped:
+        names = ", ".join(f"{each.client_name} (pid {each.pid})" for each in unmapped[:_NAMED_SESSIONS])
+        cause = f"{len(unmapped)} sessions have not mapped the shared memory, so their copies are slower: {names}"
+        found.append(Downgrade("shared_memory", cause, "see the warning in the engine's log"))
+    return found
+
+
+def _is_unmapped(session: OpenSession) -> bool:
+    return session.transport == "shm" and not session.attachments
+
+
+def server_stats(runtime: TierRuntime, sessions: SessionRegistry, started: float) -> ServerStats:
+    open_sessions = sessions.all()
+    return ServerStats(
+        manager=runtime.stats(),
+        epoch=sessions.epoch,
+        uptime_seconds=runtime.now() - started,
+        region_bytes=runtime.region.size_bytes,
+        region_backed_bytes=runtime.region.backed_bytes,
+        sessions_by_transport=Counter(session.transport for session in open_sessions),
+        draining=sessions.draining,
+        sessions_attached=sum(bool(session.attachments) for session in open_sessions),
+        sessions_limit=sessions.limit,
+        sessions_opened=sessions.opened,
+        sessions_closed=sessions.opened - len(open_sessions),
+        namespaces=runtime.core.namespace_stats(),
+        models=sessions.models,
+        downgrades=current_downgrades(runtime, sessions),
     )
 
 

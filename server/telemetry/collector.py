@@ -17,6 +17,7 @@ from ...tiers.stats.request_log import ClaimOutcome
 from ...tiers.stats.snapshots import HandoffStats, ManagerStats, NamespaceStats
 from ...tiers.types import HandoffDirection, MissReason
 from .definitions import METRICS, TRANSPORTS
+from .downgrades import FEATURES, Downgrade
 
 __all__ = ["ServerStats", "Snapshot", "SnapshotCollector", "curve_families"]
 
@@ -41,6 +42,7 @@ class ServerStats:
     sessions_closed: int = 0
     namespaces: Sequence[NamespaceStats] = ()
     models: Mapping[NamespaceId, str] = field(default_factory=dict)
+    downgrades: Sequence[Downgrade] = ()
 
 
 Snapshot = Callable[[], ServerStats]
@@ -126,6 +128,10 @@ def _server_families(stats: ServerStats) -> Iterator[Metric]:
     yield _info("build", [build])
     for name in _SERVER_FIGURES:
         yield _family(name, [((), getattr(stats, name))])
+    downgrades = dict.fromkeys(FEATURES, 0)
+    for each in stats.downgrades:
+        downgrades[each.feature] += 1
+    yield _family("downgrades", (((feature,), count) for feature, count in downgrades.items()))
     counts = dict.fromkeys((*TRANSPORTS, _OTHER), 0)
     for transport, count in stats.sessions_by_transport.items():
         counts[transport if transport in TRANSPORTS else _OTHER] += count

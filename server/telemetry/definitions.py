@@ -57,6 +57,12 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
             "Whether this scrape could read the server's statistics. If not, most metrics are absent.",
         ),
         _gauge("uptime_seconds", "seconds", "", "Time since the server was ready."),
+        _gauge(
+            "downgrades",
+            "causes",
+            "feature",
+            "Paths that are slower now and features that are absent now; `kvtier status` shows each cause.",
+        ),
         _gauge("draining", "0 or 1", "", "Whether the server drains: it refuses new work."),
         _histogram("loop_lag_seconds", "seconds", "", "Delay of the event loop. Calls wait for at least this time."),
         _counter(

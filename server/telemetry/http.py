@@ -309,6 +309,8 @@ class _Server(BoundedHTTPServer):
     def server_bind(self) -> None:
         """Binds without the reverse DNS lookup of `HTTPServer`, which can take seconds."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if self.server_address[0] == "::":  # accepts IPv4 too, also with net.ipv6.bindv6only = 1
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])

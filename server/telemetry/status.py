@@ -51,6 +51,9 @@ def values(answer: GetStatusResponse) -> dict[str, Any]:
         "region": _region_values(answer.region),
         "tiers": [tier_values(tier) for tier in answer.tiers],
         "sessions": [session_values(session) for session in answer.sessions],
+        "downgrades": [
+            {"feature": each.feature, "cause": each.cause, "remedy": each.remedy} for each in answer.downgrades
+        ],
     }
 
 

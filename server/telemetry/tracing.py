@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ... import __version__
 from ...tiers.base import Outcome
 from ..config.schema import TracingConfig
+from .downgrades import Downgrades
 from .metrics import JobObserver
 
 if TYPE_CHECKING:
@@ -40,12 +41,12 @@ class TracingError(Exception):
     """Tracing is configured but OpenTelemetry is missing; the message is one line."""
 
 
-def open_tracing(config: TracingConfig, epoch: int) -> Tracing | None:
+def open_tracing(config: TracingConfig, epoch: int, downgrades: Downgrades | None = None) -> Tracing | None:
     """Returns None if tracing is not configured. Raises TracingError without OpenTelemetry."""
     if config.endpoint is None:
         return None
     try:
-        provider = _provider(config.endpoint, config.ratio, epoch)
+        provider = _provider(config.endpoint, config.ratio, epoch, downgrades or Downgrades())
     except ImportError as error:
         raise TracingError(
             f"tracing.endpoint = {config.endpoint}: {error}; install OpenTelemetry with: pip install 'kvtier[tracing]'"
@@ -149,12 +150,12 @@ class _RateLimitFilter(logging.Filter):
         return True
 
 
-def _provider(endpoint: str, ratio: float, epoch: int) -> TracerProvider:
+def _provider(endpoint: str, ratio: float, epoch: int, downgrades: Downgrades) -> TracerProvider:
     from opentelemetry.exporter.otlp.proto.grpc import exporter
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
     from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
     logging.getLogger(exporter.__name__).addFilter(_RateLimitFilter())
@@ -162,6 +163,21 @@ def _provider(endpoint: str, ratio: float, epoch: int) -> TracerProvider:
         {"service.name": "kvtier", "service.version": __version__, "service.instance.id": f"{epoch:016x}"}
     )
     provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(ratio)), resource=resource, shutdown_on_exit=False)
-    sender = OTLPSpanExporter(endpoint, timeout=_TIMEOUT_SECONDS)
+
+    class ReportingExporter(OTLPSpanExporter):
+        """Records whether the collector accepts the spans."""
+
+        def export(self, spans: Any) -> Any:
+            result = super().export(spans)
+            if result is SpanExportResult.SUCCESS:
+                downgrades.end("tracing")
+            else:
+                cause = f"spans are lost, because the collector at {endpoint} does not accept them"
+                remedy = "check tracing.endpoint, the collector, and proxies (kvtier doctor)"
+                # The exporter logs the cause.
+                downgrades.report("tracing", cause, remedy, is_logged=False)
+            return result
+
+    sender = ReportingExporter(endpoint, timeout=_TIMEOUT_SECONDS)
     provider.add_span_processor(BatchSpanProcessor(sender, schedule_delay_millis=_SEND_SECONDS * 1000))
     return provider

@@ -83,6 +83,10 @@ class CheckedTier(SecondaryTier):
     def last_error(self, error: str | None) -> None:
         self._last_error = error
 
+    def limitation(self) -> str | None:
+        """The limitation of a tier of kvtier; other tiers can report an error."""
+        return None if self._foreign else self._tier.limitation()
+
     @property
     def checkable(self) -> Checkable | None:
         """The tier if its blocks can be verified, else None."""

@@ -54,7 +54,7 @@ def test_reads(text: str, endpoint: Endpoint) -> None:
         ("unix:", "does not name a socket"),
         ("unix:/run/", "does not name a socket"),
         ("unix://run/kvtier.sock", "unix:///PATH"),
-        ("unix:/a\0b", "NUL"),
+        ("unix:/a\0b", "control character"),
         ("unix:~no-such-user/k", "home directory"),
         ("unix:/" + "x" * MAX_SOCKET_PATH_BYTES, "at most 100 bytes"),
     ],

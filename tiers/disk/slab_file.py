@@ -95,7 +95,7 @@ class SlabFile:
         return call(self._fd, buffers, offset)
 
     def _tell(self) -> None:
-        _log.info("%s uses the page cache, because its file system does not support direct I/O", self._path)
+        _log.warning("%s uses the page cache, because its file system does not support direct I/O", self._path)
 
 
 def _after(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:

@@ -58,6 +58,11 @@ class Slabs:
         number, page = divmod(run.start, self._slab_pages)
         return run.pages > 0 and number in self._files and page + run.pages <= self._files[number].pages
 
+    @property
+    def are_direct(self) -> bool:
+        """Whether no open file had to use the page cache."""
+        return all(file.direct for file in list(self._files.values()))
+
     def within(self, run: PageRun) -> bool:
         return run.end <= self._pages
 

@@ -60,6 +60,11 @@ class DiskTier(SecondaryTier):
         self._health = TierHealth(self)
         self._health.report("open", self._store.index.warning)
 
+    def limitation(self) -> str | None:
+        if self._store.slabs.are_direct:
+            return None
+        return f"the file system of {self._directory} does not support direct I/O, so blocks also use the page cache"
+
     def on_new_request(self, request: RequestInfo) -> Vote:
         return vote(self.rules, request)
 

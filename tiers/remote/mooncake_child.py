@@ -159,8 +159,6 @@ def _start(settings: dict[str, str]) -> Any:
 def main() -> None:
     control_fd, region_fd, region_bytes = map(int, sys.argv[1:4])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the server ends this process after its last jobs
     with socket.socket(fileno=control_fd) as control:
         settings = json.loads(sys.argv[4])
         register = settings["protocol"] != "tcp"

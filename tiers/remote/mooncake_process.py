@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..base import TierOpenError
+from ..storage.service_signals import without_signals
 from .limits import AvoidedNames
 from .mooncake_child import READY
 from .object_store import StoreUnavailableError
@@ -265,6 +266,7 @@ class MooncakeChild:
         command = [sys.executable, "-m", "kvtier.tiers.remote.mooncake_child"]
         with contextlib.ExitStack() as files:
             log = files.enter_context(settings.log.open("ab")) if settings.log is not None else subprocess.DEVNULL
+            files.enter_context(without_signals())
             # The thread that makes this call lives as long as the process: the kernel kills the
             # process when the thread ends.
             return subprocess.Popen(  # noqa: S603 - the program is this interpreter

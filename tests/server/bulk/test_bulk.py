@@ -29,6 +29,7 @@ from harness.bulk import (
     wait_for_bulk,
 )
 from harness.delay_proxy import delay_proxy
+from harness.launch import launch, refused_start
 from harness.long_timeouts import DEFAULTS
 from harness.payloads import assert_serves, filled, is_payload, namespace_of, payload
 from harness.polling import polls, wait_until
@@ -63,6 +64,7 @@ from kvtier.server.bulk.messages import Accepted, Caller, Greeting, decode_from_
 from kvtier.server.bulk.streams import StreamServer
 from kvtier.server.bulk.supervisor import BulkProcess
 from kvtier.server.config.schema import BulkConfig, LimitConfig
+from kvtier.server.rpc.sockets import bind_tcp
 
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
@@ -374,14 +376,50 @@ def test_a_configured_port_is_used(tmp_path: Path) -> None:
             wait_until(lambda: bulk_pid(route.server.pid) not in (None, pid))  # noqa: B023 - called here
 
 
-def test_a_used_port_is_not_replaced(tmp_path: Path) -> None:
-    """A firewall would not know another port."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
-        serving("tcp", tmp_path, config=f"[bulk]\ntcp_port = {taken.getsockname()[1]}") as route,
-        route.session(NAMESPACE, "raw") as session,
-    ):
-        assert route.address(session) == ("127.0.0.1", 0)
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::]", "localhost"])
+def test_a_used_port_ends_the_start(tmp_path: Path, host: str) -> None:
+    """A firewall would not know another port, and clients would silently be slower."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = tmp_path / "kvtier.toml"
+        config.write_text(f"insecure = true\nbulk.tcp_port = {port}\n")
+        reason = refused_start(tmp_path, "--config", f"{config}", listen=f"{host}:0")
+    assert reason == f"bulk.tcp_port = {port}: cannot listen on {host.strip('[]')}: Address already in use"
+
+
+@pytest.mark.parametrize(
+    ("listen", "clients"),
+    {
+        "[::]": ["127.0.0.1", "[::1]"],
+        "0.0.0.0": ["127.0.0.1", "[::1]"],  # noqa: S104
+        "localhost": ["127.0.0.1", "[::1]"],
+        "[::1]": ["[::1]"],
+        "127.0.0.1": ["127.0.0.1"],
+    }.items(),
+)
+def test_clients_of_both_families_use_sockets(tmp_path: Path, listen: str, clients: list[str]) -> None:
+    """The port for streams accepts the same families as the port of gRPC."""
+    families = {family for family, *_ in socket.getaddrinfo("localhost", 1, type=socket.SOCK_STREAM)}
+    if listen == "localhost" and len(families) < 2:
+        clients = [host for host in clients if host.startswith("[") == (socket.AF_INET6 in families)]
+    with launch(tmp_path, "--insecure", "--cpu-only", listen=f"{listen}:0") as server:
+        [port] = server.wait_ready()["ports"]
+        for host in clients:
+            with Client(f"{host}:{port}", namespace=namespace_of(PART), transport="tcp") as client:
+                wait_for_bulk(client)
+        assert server.end() == 0
+
+
+def test_connections_are_closed_while_no_bulk_process_runs(tmp_path: Path) -> None:
+    """So clients use gRPC at once. A flood of connections costs the server nothing else."""
+    with ReservedPort() as reserved, serving("tcp", tmp_path, config=f"[bulk]\ntcp_port = {reserved.number}") as route:
+        for _ in range(50):
+            with socket.create_connection(("127.0.0.1", reserved.number)) as connection:
+                connection.settimeout(60)
+                assert connection.recv(1) == b""
+        assert bulk_pid(route.server.pid) is None
+        with route.session(NAMESPACE, "raw") as session:
+            route.open(session).socket.close()
 
 
 def test_remote_clients_use_grpc_without_a_port(tmp_path: Path) -> None:
@@ -428,9 +466,9 @@ def address(monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
     broker = broker_client_of()
     threading.Thread(target=broker._watch, daemon=True).start()
     unused: Any = None
-    return "127.0.0.1", StreamServer(broker, unused, LimitConfig(max_frame_bytes=PART), unused).listen(
-        ("127.0.0.1",), 0
-    )
+    [listener] = bind_tcp(["127.0.0.1"], 0)
+    StreamServer(broker, unused, LimitConfig(max_frame_bytes=PART), unused).serve(listener)
+    return listener.getsockname()
 
 
 def test_idle_connections_make_room(address: tuple[str, int]) -> None:

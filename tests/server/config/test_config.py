@@ -412,3 +412,40 @@ class TestRefusals:
         assert problems(flags={"auth.metrics": True})[0].endswith("needs auth.tokens, a token file")
         loaded = load({"metrics": "0.0.0.0:9464"}, environ=ENVIRON)
         assert loaded.warnings[0].startswith("metrics on 0.0.0.0:9464: the whole network")
+
+
+class TestProxies:
+    """A destination that is reached through a proxy is named, even if it is this host."""
+
+    S3 = 'tiers = [{type = "s3", options = {url = "s3://bucket/prefix", endpoint = "http://127.0.0.1:9000"}}]\n'
+    TRACING = '[tracing]\nendpoint = "http://localhost:4317"\n'
+
+    @pytest.mark.parametrize(
+        ("variables", "named"),
+        [
+            ({"http_proxy": "http://user:secret@p:1"}, ["127.0.0.1", "localhost"]),
+            ({"HTTP_PROXY": "http://user:secret@p:1"}, ["127.0.0.1", "localhost"]),
+            ({"https_proxy": "http://p:1"}, ["localhost"]),
+            ({"ALL_PROXY": "http://p:1"}, ["127.0.0.1"]),
+            ({"grpc_proxy": "http://p:1"}, ["localhost"]),
+            ({"http_proxy": "http://p:1", "no_proxy": "localhost, 127.0.0.1"}, []),
+            ({"http_proxy": "http://p:1", "NO_PROXY": "*"}, []),
+            ({"http_proxy": "http://p:1", "no_proxy": "example.org,calhost"}, ["127.0.0.1", "localhost"]),
+            ({"http_proxy": ""}, []),
+            ({}, []),
+        ],
+    )
+    def test_destinations(self, write: Any, variables: dict[str, str], named: list[str]) -> None:
+        loaded = load(file=write(self.S3 + self.TRACING), environ={"XDG_DATA_HOME": "/data", **variables})
+        found = [warning for warning in loaded.warnings if "proxy" in warning]
+        assert len(found) == len(named)
+        for warning, host in zip(found, named, strict=True):
+            assert f"to {host} go through the proxy of " in warning
+            assert "secret" not in warning
+
+    def test_a_provider(self, write: Any) -> None:
+        path = write('tiers = [{type = "s3", options = {url = "s3://bucket/prefix"}}]\n')
+        environ = {"XDG_DATA_HOME": "/data", "https_proxy": "http://p:1"}
+        assert any("s3.amazonaws.com" in warning for warning in load(file=path, environ=environ).warnings)
+        environ["no_proxy"] = ".amazonaws.com"
+        assert not any("proxy" in warning for warning in load(file=path, environ=environ).warnings)

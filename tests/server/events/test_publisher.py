@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from harness.indexer import TOPIC, ArrayBatch, Indexer, engine, hash_of, publishing
+from harness.launch import refused_start
 from harness.payloads import key_of, namespace_of, payload
-from harness.server_process import MIB
+from harness.polling import wait_until
+from harness.ports import ReservedPort
+from harness.server_process import MIB, ServerProcess
+from harness.traffic import wait_connected
 
 from kvtier.client import Client
 
@@ -51,6 +57,68 @@ def test_each_engine_has_a_topic_with_all_blocks_of_its_namespace(tmp_path: Path
         indexer.read_until(lambda: not indexer.known[TOPIC])
         assert indexer.sizes == {(0, 16), (1, 16)}
         assert not any(event.token_ids for event in indexer.stored[TOPIC]), "no engine has described blocks"
+
+
+@pytest.mark.parametrize(
+    ("host", "readers"),
+    {
+        "*": ["127.0.0.1", "[::1]"],
+        "[::]": ["127.0.0.1", "[::1]"],
+        "[::1]": ["[::1]"],
+        "localhost": ["localhost"],
+    }.items(),
+)
+def test_readers_of_both_families(tmp_path: Path, host: str, readers: list[str]) -> None:
+    """Messages and replays reach readers over IPv4 and IPv6, also of a wildcard address."""
+    with ReservedPort() as publish, ReservedPort() as replay:
+        ports = f'publish = "tcp://{host}:{publish.number}"\nreplay = "tcp://{host}:{replay.number}"'
+        with (
+            ServerProcess(tmp_path, config=f"[events]\ninsecure = true\n{ports}") as server,
+            zmq.Context() as context,
+        ):
+            server.start()
+            for reader in readers:
+                with (
+                    Client(server.endpoint, namespace=NAMESPACE) as client,
+                    context.socket(zmq.SUB) as subscriber,
+                    context.socket(zmq.DEALER) as dealer,
+                ):
+                    for sock, port in ((subscriber, publish), (dealer, replay)):
+                        sock.set(zmq.LINGER, 0)
+                        sock.set(zmq.IPV6, 1)
+                        sock.set(zmq.RCVTIMEO, 60_000)
+                        if sock is subscriber:
+                            sock.subscribe(b"")
+                        sock.connect(f"tcp://{reader}:{port.number}")
+                    wait_connected(client)
+
+                    def arrives() -> bool:
+                        """Stores until the subscription has reached the publisher.
+
+                        A block that is stored and removed between two messages has none.
+                        """
+                        store(client, KEYS)
+                        found = subscriber.poll(500)
+                        if not found:
+                            client.reset(wait=30)
+                            found = subscriber.poll(500)
+                        return bool(found)
+
+                    wait_until(arrives, 60)
+                    assert subscriber.recv_multipart()[0] == b"kvtier"
+                    dealer.send_multipart([b"", bytes(8)])
+                    assert dealer.recv_multipart()[1] == b"kvtier"
+
+
+@pytest.mark.parametrize("which", ["publish", "replay"])
+def test_an_address_in_use_ends_the_start(tmp_path: Path, which: str) -> None:
+    with ReservedPort() as free, socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://*:{taken.getsockname()[1]}"
+        events = {"publish": f"tcp://127.0.0.1:{free.number}", which: address}
+        config = tmp_path / "kvtier.toml"
+        config.write_text("".join(f'events.{name} = "{text}"\n' for name, text in events.items()))
+        reason = refused_start(tmp_path, "--insecure", "--config", f"{config}")
+    assert reason == f"cannot publish events on {address}: Address already in use"
 
 
 def test_a_late_indexer_gets_everything_from_the_replay(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import logging
 import os
 import signal
 import subprocess
@@ -14,12 +17,15 @@ from typing import Any
 import pytest
 from harness.polling import wait_until
 
+from kvtier.server.config.schema import LogConfig
 from kvtier.server.process import child as child_module
 from kvtier.server.process.child import Child, RestartBackoff
 from kvtier.server.process.child_main import MAX_MESSAGE_BYTES, SIZES_BYTES, pack, read_sizes, unpack
+from kvtier.server.telemetry import logs
+from kvtier.tiers.storage.service_signals import SERVICE_SIGNALS
 
 _ECHO = """
-import os, signal, sys
+import logging, os, signal, sys, threading
 from kvtier.server.process.child_main import connect
 channel = connect(int(sys.argv[1]))
 for header, payload in channel:
@@ -29,6 +35,11 @@ for header, payload in channel:
         os._exit(7)
     if header.get("nonsense"):
         channel._connection.sendall(bytes([255]) * 64)
+    if lines := header.get("log"):
+        for level, text in lines:
+            logging.getLogger("echo").log(level, text)
+        print("<no level> of another library", file=sys.stderr, flush=True)
+        threading.Thread(target=lambda: 1 // 0).start()
     if header.get("hang"):
         signal.pause()
     channel.send({"echo": header, "arguments": sys.argv[2:]}, payload)
@@ -79,10 +90,14 @@ async def test_messages_pass_in_both_directions() -> None:
         child.send({"to": "none"})
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", sorted(SERVICE_SIGNALS))
 async def test_children_ignore_signals_to_the_service(number: signal.Signals) -> None:
-    """A signal to all processes lets the children run until the server closes their connection."""
+    """A signal to all processes lets the children run until the server closes their connection.
+
+    This includes a signal that arrives before the child has run its first statement.
+    """
     child = await Child.start("echo")
+    os.kill(child.pid, number)
     messages = child.messages()
     for _ in range(2):
         child.send({})
@@ -128,6 +143,37 @@ async def test_the_end_of_a_child_is_noticed(capfd: pytest.CaptureFixture[str]) 
     await child.close(0)
     captured = capfd.readouterr()
     assert "about to die" in captured.out + captured.err
+
+
+async def test_lines_of_a_child_keep_their_level() -> None:
+    """Also each line of a text with several lines, which cannot pretend to be another line.
+
+    Lines that are not of the child's log are warnings. An exception that ends a thread is critical.
+    """
+    stream = io.StringIO()
+    logs.configure(LogConfig(format="json"), stream)
+    try:
+        child = await Child.start("echo")
+        sent = [(30, "a warning"), (20, "a line"), (40, "an error\n<50>forged"), (20, "<50>forged"), (10, "hidden")]
+        child.send({"log": sent})
+        await anext(child.messages())
+        await child.close(10)
+        logs.flush()
+    finally:
+        for handler in logging.getLogger().handlers[:]:
+            logging.getLogger().removeHandler(handler)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    found = [(line["level"], line["text"]) for line in lines if line["event"] == "output of a child process"]
+    assert found[:6] == [
+        ("warning", "a warning"),
+        ("info", "a line"),
+        ("error", "an error"),
+        ("error", "<50>forged"),
+        ("info", "<50>forged"),
+        ("warning", "<no level> of another library"),
+    ]
+    assert found[6] == ("critical", "uncaught exception in a thread")
+    assert found[-1] == ("critical", "ZeroDivisionError: integer division or modulo by zero")
 
 
 async def test_a_child_that_hangs_is_killed() -> None:

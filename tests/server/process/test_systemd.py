@@ -11,6 +11,7 @@ import pytest
 from harness.launch import launch
 
 from kvtier.server.process.systemd import ServiceManager
+from kvtier.server.telemetry.downgrades import Downgrades
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_an_abstract_socket_is_supported() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(f"\0{name}")
         listener.settimeout(60)
-        ServiceManager({"NOTIFY_SOCKET": f"@{name}"}).ready()
+        ServiceManager(Downgrades(), {"NOTIFY_SOCKET": f"@{name}"}).ready()
         assert _heard(listener) == "READY=1"
 
 
@@ -79,4 +80,4 @@ def test_an_abstract_socket_is_supported() -> None:
 )
 def test_watchdog_settings_of_another_process_are_ignored(environment: dict[str, str], seconds: float | None) -> None:
     """An invalid interval is ignored, too."""
-    assert ServiceManager(environment).watchdog_seconds == seconds
+    assert ServiceManager(Downgrades(), environment).watchdog_seconds == seconds

@@ -1,0 +1,78 @@
+"""Registry of downgrades: paths that are slower, and features that are absent, with the cause.
+
+A downgrade is logged as a warning when it begins or when its cause changes, not once per call. The
+status, `kvtier doctor` and the metric `kvtier_downgrades` show it until it ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from .logs import get_logger
+
+__all__ = ["FEATURES", "Downgrade", "Downgrades", "Feature"]
+
+_log = get_logger(__name__)
+
+Feature = Literal[
+    "configuration",
+    "crash_report",
+    "devices",
+    "events",
+    "grpc",
+    "limits",
+    "peers",
+    "region",
+    "service_manager",
+    "shared_memory",
+    "streams",
+    "tiers",
+    "tracing",
+]
+"""What is affected. `configuration`: what a setting permits or turns off."""
+
+FEATURES: Final[tuple[str, ...]] = get_args(Feature)
+_MAX_CAUSE_CHARACTERS = 500
+"""A cause can contain the text of another server's error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Downgrade:
+    """Attributes: `cause` is one line; `remedy` tells the operator what to do."""
+
+    feature: Feature
+    cause: str
+    remedy: str
+
+
+class Downgrades:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[tuple[Feature, str], Downgrade] = {}
+
+    def report(self, feature: Feature, cause: str, remedy: str, *, subject: str = "", is_logged: bool = True) -> None:
+        """Records a downgrade, and replaces that of the same feature and subject.
+
+        `subject` names one of several affected objects, such as another server. Without `is_logged`
+        the caller has logged the cause.
+        """
+        cause = cause[:_MAX_CAUSE_CHARACTERS]
+        found = Downgrade(feature, cause, remedy)
+        with self._lock:
+            before, self._known[feature, subject] = self._known.get((feature, subject)), found
+        if is_logged and (before is None or before.cause != cause):
+            _log.warning(cause, feature=feature, remedy=remedy)
+
+    def end(self, feature: Feature, subject: str = "") -> None:
+        """Removes a downgrade, if there is one."""
+        with self._lock:
+            self._known.pop((feature, subject), None)
+
+    def all(self) -> list[Downgrade]:
+        """Returns the current downgrades in the order of their beginning."""
+        with self._lock:
+            return list(self._known.values())

@@ -1,0 +1,152 @@
+"""Signals to a server process and to its children."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness.payloads import key_of, namespace_of, payload
+from harness.polling import polls, wait_until
+from harness.server_process import MIB, ServerProcess, bulk_pid
+from harness.traffic import PART, wait_connected
+
+from kvtier.client import Client, KVTierError
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+BLOCKS = 400
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+UNUSED = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def events_of(server: ServerProcess) -> list[str]:
+    return [json.loads(line)["event"] for line in server.log.splitlines()]
+
+
+def children_of(pid: int) -> list[int]:
+    """Returns all child processes, also those of other threads than the first."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def start_streams(client: Client) -> None:
+    """Waits until the bulk process serves the client; the first stream starts this process."""
+    key = key_of(BLOCKS)
+
+    def uses_it() -> bool:
+        with contextlib.suppress(KVTierError):
+            client.store([key], [payload(key, PART)])
+        return client.transport == "tcp"
+
+    wait_until(uses_it, 60)
+
+
+def store_without_flush(endpoint: str) -> list[bytes]:
+    keys = [key_of(number) for number in range(BLOCKS)]
+    with Client(endpoint, namespace=namespace_of(PART)) as client:
+        wait_connected(client)
+        client.store(keys, [payload(key, PART) for key in keys])
+    return keys
+
+
+def kill_all(server: ServerProcess, number: int) -> None:
+    """Sends a signal to the server and its children, as a terminal and systemd do."""
+    for pid in (*children_of(server.pid), server.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+@pytest.mark.parametrize("number", ENDING)
+@pytest.mark.parametrize("send", [kill_all, lambda server, number: os.kill(server.pid, number)])
+def test_a_signal_that_ends_the_server_loses_no_block(
+    tmp_path: Path, number: int, send: Callable[[ServerProcess, int], object]
+) -> None:
+    """All stored blocks are durable, also if the children get the signal too, or get it twice."""
+    with ServerProcess(tmp_path, region=128 * MIB) as server:
+        server.start()
+        with Client(server.endpoint, namespace=namespace_of(PART), transport="tcp") as client:
+            start_streams(client)
+        store_without_flush(server.endpoint)
+        send(server, number)
+        with contextlib.suppress(ProcessLookupError):
+            send(server, number)
+        assert server.wait() == 0, server.log
+        assert "a child process did not end" not in server.log
+        assert "bulk process has ended" not in server.log
+        assert events_of(server)[-1] == "stopped"
+        server.start()
+        assert server.tier("lmdb").blocks == BLOCKS + 1
+
+
+@pytest.mark.parametrize("number", UNUSED)
+def test_a_signal_without_a_meaning_is_logged(tmp_path: Path, number: int) -> None:
+    """The server and its bulk process go on."""
+    with ServerProcess(tmp_path) as server:
+        server.start()
+        with Client(server.endpoint, namespace=namespace_of(PART), transport="tcp") as client:
+            start_streams(client)
+            before = bulk_pid(server.pid)
+            kill_all(server, number)
+            wait_until(lambda: signal.Signals(number).name in server.log, 60)
+            assert client.connected
+            assert bulk_pid(server.pid) == before
+        assert server.terminate() == 0
+
+
+def test_nohup_lets_a_server_survive_its_terminal(tmp_path: Path) -> None:
+    """SIGHUP that was ignored before the start stays ignored."""
+    with ServerProcess(tmp_path, prefix=["nohup"]) as server:
+        server.start()
+        os.kill(server.pid, signal.SIGHUP)
+        os.kill(server.pid, signal.SIGUSR1)
+        wait_until(lambda: "SIGUSR1" in server.log, 60)
+        assert server.status().pid == server.pid
+        assert server.terminate() == 0
+
+
+def test_further_signals_do_not_interrupt_the_end(tmp_path: Path) -> None:
+    """Signals without end, until the process has ended with 0."""
+    with ServerProcess(tmp_path) as server:
+        server.start()
+        for _ in polls(60, 0.001):
+            if not server.alive:
+                break
+            for number in ENDING:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(server.pid, number)
+        assert server.wait() == 0
+        assert events_of(server)[-1] == "stopped"
+
+
+def test_a_suspended_server_goes_on(tmp_path: Path) -> None:
+    """SIGTSTP of the whole process group (Ctrl-Z), then SIGCONT (`fg`): the session stays."""
+    with ServerProcess(tmp_path) as server:
+        server.start()
+        with Client(server.endpoint, namespace=namespace_of(PART)) as client:
+            wait_connected(client)
+            epoch = client.epoch
+            kill_all(server, signal.SIGTSTP)
+            kill_all(server, signal.SIGCONT)
+            keys = [key_of(1)]
+            client.store(keys, [payload(keys[0], PART)])
+            assert client.epoch == epoch
+        assert server.terminate() == 0
+
+
+def test_children_end_with_a_killed_server(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path) as server:
+        server.start()
+        with Client(server.endpoint, namespace=namespace_of(PART), transport="tcp") as client:
+            start_streams(client)
+            children = children_of(server.pid)
+            assert children
+            server.kill()
+            wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children), 60)
