@@ -18,7 +18,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from kvtier.client.engines.transformers.cache import block_hashes, config_digest, is_single_sequence, weights_digest
+from kvtier.client.engines.transformers.cache import block_hashes, XX
 from kvtier.client.engines.transformers.cache_layout import CACHE_ARGUMENT, CacheLayout, UnsupportedModelError
 
 SMALL = {
