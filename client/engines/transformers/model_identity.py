@@ -42,8 +42,8 @@ def weights_digest(snapshot: Snapshot, own_paths: Container[str] = ()) -> str:
     """
     digest = xxhash.xxh3_128()
     for path, state in sorted(snapshot.values.items()):
-        tensor = state.reference() if isinstance(state, TensorState) and path not in own_paths else None
-        if tensor is not None:
+        if isinstance(state, TensorState) and path not in own_paths:
+            tensor = state.tensor()
             digest.update(f"{path}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
             for part in tensor.reshape(-1).split(_CHUNK):
                 digest.update(part.cpu().contiguous().view(torch.uint8).numpy())

@@ -50,7 +50,7 @@ _SKIPPED = frozenset(
         *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook", "_is_hf_initialized"),
         *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
         *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
-        *("_non_persistent_buffers_set", "generation_config", "warnings_issued"),
+        *("_non_persistent_buffers_set", "generation_config", "training", "warnings_issued"),
     }
 )
 """Attributes that do not change the KV. `generation_config` is checked at each `generate`."""
@@ -65,14 +65,25 @@ _REGISTRIES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TensorState:
-    """State of a tensor. The reference is weak, so that replaced weights leave the memory."""
+    """State of a tensor.
 
-    reference: weakref.ref[torch.Tensor]
+    The tensor is not referenced, so that replaced weights leave the memory. A weak reference to it
+    would make `torch.utils.swap_tensors` fail.
+    """
+
+    container: Any
+    """Dict, list or tuple that contains the tensor, as `container[name]`."""
+    name: Any
+    storage: weakref.ref[torch.UntypedStorage]
     mark: tuple[Any, ...]
     samples: tuple[int, int]
     """Number and distance of the elements that each comparison reads."""
+
+    def tensor(self) -> torch.Tensor:
+        tensor: torch.Tensor = self.container[self.name]
+        return tensor
 
 
 class Snapshot:
@@ -94,28 +105,28 @@ class Snapshot:
         self._tables: list[Any] = []
         self._lists: list[Any] = []
         self._modules: list[torch.nn.Module] = []
-        self._visit("model", model)
+        self._visit("model", {"model": model}, "model")
         for name in _HOOKS:
             self._visit_hooks("all modules", vars(torch.nn.modules.module)[f"_global{name}"])
         self._visit_code()
         self._seen = {}
         self._tensors = [value for value in self.values.values() if isinstance(value, TensorState)]
         self._identities = self._identify()
-        self._samples = _read_samples(self._live(), self._tensors)
+        self._samples = _read_samples([state.tensor() for state in self._tensors], self._tensors)
 
     def is_current(self) -> bool:
         """Whether the model still has this state."""
         if self._identify() != self._identities:
             return False
-        tensors = self._live()
-        if len(tensors) != len(self._tensors):
-            return False
+        tensors = [state.tensor() for state in self._tensors]
         try:
-            if any(_mark(tensor) != state.mark for tensor, state in zip(tensors, self._tensors, strict=True)):
-                return False
+            same = all(
+                _mark(tensor) == state.mark and tensor.untyped_storage() is state.storage()
+                for tensor, state in zip(tensors, self._tensors, strict=True)
+            )
         except RuntimeError:  # a tensor has become one without memory
             return False
-        return _read_samples(tensors, self._tensors) == self._samples
+        return same and _read_samples(tensors, self._tensors) == self._samples
 
     def changes(self, before: Snapshot) -> list[str]:
         """Returns the paths at which this state differs from an earlier state of the same model."""
@@ -126,22 +137,22 @@ class Snapshot:
     def forget_containers(self) -> None:
         """Releases the memory of modules that have left the model. `is_current` must not follow."""
         self._tables, self._lists, self._modules = [], [], []
+        for state in self._tensors:
+            state.container = None
 
     def _identify(self) -> tuple[list[int], ...]:
         """Returns the identities of all members of all containers.
 
         The snapshot keeps these members alive, so that no other object gets their identity. It does
-        not keep tensors alive, but compares their weak references.
+        not keep tensors alive, but their storages are compared, too.
         """
         members = chain.from_iterable(map(methodcaller("values"), self._tables))
         names = chain.from_iterable(chain(self._tables, self._lists))
         sizes = map(len, chain(self._tables, self._lists))
         return [*map(id, members)], [*map(id, names)], [*sizes], [*map(id, map(type, self._modules))]
 
-    def _live(self) -> list[torch.Tensor]:
-        return [tensor for state in self._tensors if (tensor := state.reference()) is not None]
-
-    def _visit(self, path: str, value: Any) -> None:
+    def _visit(self, path: str, container: Any, name: Any) -> None:
+        value = container[name]
         if isinstance(value, _PLAIN):
             self.values[path] = value
         elif id(value) in self._seen:
@@ -149,7 +160,7 @@ class Snapshot:
         else:
             self._seen[id(value)] = path, value
             if isinstance(value, torch.Tensor):
-                self._visit_tensor(path, value)
+                self._visit_tensor(path, container, name)
             elif isinstance(value, torch.nn.Module):
                 self._visit_module(path, value)
             else:
@@ -166,8 +177,9 @@ class Snapshot:
                 self._visit_table(path, value)
             else:
                 self._lists.append(value)
-                ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-                self._visit_members(path, dict(enumerate(ordered)))
+                ordered = value if isinstance(value, list | tuple) else sorted(value, key=repr)
+                for index in range(len(ordered)):
+                    self._visit(f"{path}.{index}", ordered, index)
             self.values[f"{path} type"] = kind
         elif hasattr(value, "__dict__") and not kind.__module__.startswith(("torch.", "accelerate.")):
             self.values[f"{path} type"] = kind
@@ -180,9 +192,9 @@ class Snapshot:
         self._visit_members(path, table)
 
     def _visit_members(self, path: str, members: Any) -> None:
-        for name, member in members.items():
+        for name in members:
             if name not in _SKIPPED:
-                self._visit(f"{path}.{name}", member)
+                self._visit(f"{path}.{name}", members, name)
 
     def _visit_unknown(self, path: str, value: Any) -> None:
         self.values[path] = value
@@ -201,8 +213,8 @@ class Snapshot:
         for name, value in attributes.items():
             if name in _HOOKS:
                 self._visit_hooks(path, value)
-            elif name != "training" and not (moves and name in {"forward", "_old_forward", "_hf_hook"}):
-                self._visit_members(path, {name: value})
+            elif name not in _SKIPPED and not (moves and name in {"forward", "_old_forward", "_hf_hook"}):
+                self._visit(f"{path}.{name}", attributes, name)
 
     def _visit_hooks(self, path: str, hooks: dict[int, Any]) -> None:
         self._tables.append(hooks)
@@ -212,21 +224,22 @@ class Snapshot:
             if hook not in self._observers and origin != "transformers.utils.output_capturing":
                 self.obstacles[f"{path} has the forward hook {getattr(hook, '__qualname__', hook)}"] = None
 
-    def _visit_tensor(self, path: str, tensor: torch.Tensor) -> None:
+    def _visit_tensor(self, path: str, container: Any, place: Any) -> None:
+        tensor = container[place]
         self.values[f"{path} type"] = type(tensor)
         if vars(tensor):  # for example, the scales of quantized weights
             self._visit_table(path, vars(tensor))
         if hasattr(tensor, "__tensor_flatten__"):
-            for name in tensor.__tensor_flatten__()[0]:
-                self._visit(f"{path}.{name}", getattr(tensor, name))
+            self._visit_members(path, {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]})
         if tensor.is_meta:
             self.obstacles[f"{path} is not in memory, for example because it is offloaded"] = None
             return
         if tensor.is_inference() and tensor.numel() > _SMALL:
             self.obstacles[f"{path} was created in inference mode, so torch does not count its changes"] = None
         try:
-            self.values[path] = TensorState(weakref.ref(tensor), _mark(tensor), _places(tensor))
-        except RuntimeError:
+            storage = weakref.ref(tensor.untyped_storage())
+            self.values[path] = TensorState(container, place, storage, _mark(tensor), _places(tensor))
+        except (NotImplementedError, RuntimeError):
             if not hasattr(tensor, "__tensor_flatten__"):
                 self.obstacles[f"{path} has no memory that kvtier can read"] = None
 
@@ -254,11 +267,11 @@ def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _same(value: Any, other: Any) -> bool:
     if isinstance(value, TensorState):
-        tensor = value.reference()
+        storage = value.storage()
         return (
             isinstance(other, TensorState)
-            and tensor is not None
-            and tensor is other.reference()
+            and storage is not None
+            and storage is other.storage()
             and value.mark == other.mark
         )
     return value is other or (isinstance(value, _PLAIN) and type(value) is type(other) and bool(value == other))
@@ -336,7 +349,7 @@ class StateTracker:
             _log.info("kvtier: the model has changed: %s", ", ".join(changes[:3]))
         self.snapshot.forget_containers()
         self.snapshot = self._known[self.version] = snapshot
-        for version in [*self._known][: -_KNOWN]:
+        for version in [*self._known][:-_KNOWN]:
             del self._known[version]
         return self.version == before
 
