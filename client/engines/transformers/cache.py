@@ -225,8 +225,10 @@ class KVTierCache:
         options.setdefault("attention_mask", torch.ones_like(input_ids))
         options[CACHE_ARGUMENT] = cache
         output = self._model.generate(input_ids, return_dict_in_generate=True, **options)
-        if getattr(output, CACHE_ARGUMENT) is cache:  # else the model has computed all tokens again
+        if getattr(output, CACHE_ARGUMENT) is cache:
             self.save(output.sequences[0], cache)
+        else:  # the model has computed all tokens again, because its frequencies have changed
+            self._current(after_run=True)
         return output if wants_dict else output.sequences
 
     def flush(self, input_ids: Any, *, wait: float = 10.0) -> int:
@@ -325,8 +327,8 @@ class KVTierCache:
         if self._has_obstacles():
             return layout, LengthRegimes(())
         if self._regimes is None or self._regimes[0] != self._tracker.structure:
-            self._regimes = self._tracker.structure, LengthRegimes.probe(self._model)
-        self._tracker.learn()
+            regimes = LengthRegimes.probe(self._model, self._tracker.learn)
+            self._regimes = self._tracker.structure, regimes
         return layout, self._regimes[1]
 
     def _open(self, moment: _Moment, probed: tuple[CacheLayout, LengthRegimes]) -> _Session:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -61,8 +61,10 @@ class LengthRegimes:
         return f"lengths from {self.ranges[regime][0]}".encode() if regime else b""
 
     @classmethod
-    def probe(cls, model: Any) -> LengthRegimes:
-        """Runs the model about 10 times on 9 tokens, and about 6 times on at most 256 tokens.
+    def probe(cls, model: Any, after_run: Callable[[], None] = lambda: None) -> LengthRegimes:
+        """Runs the model about 10 times on 9 tokens, and about 8 times on at most 256 tokens.
+
+        `after_run` is called after each run.
 
         Computes a prompt that a token at a distant position follows: on both sides of each limit of
         the configuration, and far beyond. The prompt's KV must have equal bits. All these runs have
@@ -72,7 +74,7 @@ class LengthRegimes:
         length from their shape: its KV must be equal except for rounding.
         """
         limits = dict(_limits(model.config.to_dict()))
-        probe = _Probe(model)
+        probe = _Probe(model, after_run)
         try:
             ranges = _by_positions(probe, limits)
         except (IndexError, RuntimeError, TypeError, ValueError):  # the model takes no such positions
@@ -83,11 +85,11 @@ class LengthRegimes:
 
 
 class _Probe:
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, after_run: Callable[[], None]) -> None:
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
         # Only a rotary embedding computes any position. A table would be read beyond its end.
         self.rotary = any(name.endswith("inv_freq") for name, _ in model.named_buffers())
-        self._model = model
+        self._model, self._after_run = model, after_run
         self._tokens = torch.arange(_LONGEST, device=model.device)[None] * 7 % min(vocabulary, 1000)
 
     def at_position(self, length: int) -> tuple[bytes, bytes]:
@@ -106,6 +108,7 @@ class _Probe:
     def _run(self, length: int, **options: Any) -> list[torch.Tensor]:
         tokens = self._tokens[:, :length]
         output = self._model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=True, **options)
+        self._after_run()
         return [tensor for layer in getattr(output, CACHE_ARGUMENT).layers for tensor in (layer.keys, layer.values)]
 
 

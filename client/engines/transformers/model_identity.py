@@ -7,6 +7,7 @@ import json
 import logging
 import types
 from collections.abc import Container
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ _IRRELEVANT = {
     "transformers_version",
     "use_cache",
 }
-"""Settings of a model that do not change its KV, such as its origin."""
+"""Settings of a configuration that do not change the KV, such as its origin."""
 
 
 @torch.no_grad()
@@ -55,11 +56,16 @@ def state_digest(snapshot: Snapshot, own_paths: Container[str] = ()) -> str:
     lines = [
         f"{path}={_text(value)}"
         for path, value in sorted(snapshot.values.items())
-        if path.rpartition(".")[2] not in _IRRELEVANT
+        if not _is_irrelevant(path)
         and path not in own_paths
         and not isinstance(value, logging.Logger)
     ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _is_irrelevant(path: str) -> bool:
+    names = path.removesuffix(" type").split(".")
+    return any(parent.endswith("config") and name in _IRRELEVANT for parent, name in pairwise(names))
 
 
 def _text(value: Any) -> str:

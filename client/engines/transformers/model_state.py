@@ -55,6 +55,7 @@ _SKIPPED = frozenset(
 )
 """Attributes that do not change the KV. `generation_config` is checked at each `generate`."""
 
+_MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _NEUTRAL_HOOKS = ("AlignDevicesHook", "SequentialHook")
 """Hooks of accelerate that only move tensors between devices."""
@@ -213,6 +214,8 @@ class Snapshot:
         for name, value in attributes.items():
             if name in _HOOKS:
                 self._visit_hooks(path, value)
+            elif name in _MEMBERS:
+                self._visit_table(path, value)
             elif name not in _SKIPPED and not (moves and name in {"forward", "_old_forward", "_hf_hook"}):
                 self._visit(f"{path}.{name}", attributes, name)
 
@@ -326,7 +329,9 @@ class StateTracker:
         """Number of changes of anything but tensors."""
 
     def learn(self) -> None:
-        """Called after the first runs of the model: from now on it may change what they changed."""
+        """Called after each run of the probe: later runs may change what these runs changed."""
+        if self.snapshot.is_current():
+            return
         before, self.snapshot = self.snapshot, Snapshot(self._model, self._observers)
         self.own_paths.update(self.snapshot.changes(before))
         self._known[self.version] = self.snapshot
