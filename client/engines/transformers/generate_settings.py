@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -59,7 +59,7 @@ def reason_to_bypass(input_ids: torch.Tensor, options: Mapping[str, Any], defaul
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.shape[0] != 1:
         return "the input is not one sequence of tokens"
     values = {name: value for name, value in vars(settings).items() if not name.startswith("_")} | dict(options)
-    known, usual = vars(settings), _defaults(type(settings))
+    known, usual = vars(settings), _defaults(settings.__class__)
     for name, value in values.items():
         if name in _NEUTRAL:
             continue
@@ -71,7 +71,7 @@ def reason_to_bypass(input_ids: torch.Tensor, options: Mapping[str, Any], defaul
 
 
 @cache
-def _defaults(kind: type) -> dict[str, Any]:
+def _defaults(kind: Callable[[], Any]) -> dict[str, Any]:
     return dict(vars(kind()))
 
 

@@ -113,7 +113,8 @@ class _Probe:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    data: bytes = tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return data
 
 
 def _limits(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
@@ -142,7 +143,9 @@ def _by_positions(probe: _Probe, limits: Mapping[str, int]) -> tuple[Range, ...]
         probe.at_position(ordered[-1])
         after[length] = probe.at_position(length)[0]
     ranges: list[Range] = []
-    for prompt, group in groupby(ordered, key=lambda length: before[length] if before[length] == after[length] else None):
+    for prompt, group in groupby(
+        ordered, key=lambda length: before[length] if before[length] == after[length] else None
+    ):
         members = list(group)
         if prompt is not None and len(members) > 1:  # else each length may have its own KV
             last = None if members[-1] == ordered[-1] else members[-1]

@@ -56,16 +56,16 @@ def state_digest(snapshot: Snapshot, own_paths: Container[str] = ()) -> str:
     lines = [
         f"{path}={_text(value)}"
         for path, value in sorted(snapshot.values.items())
-        if not _is_irrelevant(path)
-        and path not in own_paths
-        and not isinstance(value, logging.Logger)
+        if not _is_irrelevant(path) and path not in own_paths and not isinstance(value, logging.Logger)
     ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _is_irrelevant(path: str) -> bool:
     names = path.removesuffix(" type").split(".")
-    return any(parent.endswith("config") and name in _IRRELEVANT for parent, name in pairwise(names))
+    return names[-1] == "name_or_path" or any(
+        parent.endswith("config") and name in _IRRELEVANT for parent, name in pairwise(names)
+    )
 
 
 def _text(value: Any) -> str:
@@ -98,7 +98,12 @@ def run_settings(device: torch.device) -> str:
     settings = [
         *(torch.get_default_dtype(), autocast, torch.get_float32_matmul_precision()),
         *(torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled, torch.backends.cudnn.allow_tf32),
-        *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
+        *(
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ),
         cuda.matmul.allow_fp16_reduced_precision_reduction,
         cuda.matmul.allow_bf16_reduced_precision_reduction,
     ]

@@ -249,7 +249,7 @@ class Snapshot:
     def _visit_code(self) -> None:
         classes = {base: None for module in self._modules for base in type(module).__mro__ if base is not object}
         sources = {base.__module__: None for base in classes if not base.__module__.startswith(("torch.", "typing"))}
-        tables = {f"class {base.__module__}.{base.__qualname__}": vars(base) for base in classes}
+        tables: dict[str, Any] = {f"class {base.__module__}.{base.__qualname__}": vars(base) for base in classes}
         tables |= {name: vars(sys.modules[name]) for name in sources if name in sys.modules and name != "__main__"}
         for source, name in _REGISTRIES:
             registry = getattr(sys.modules.get(source), name, None)
@@ -307,7 +307,6 @@ def _read_samples(tensors: list[torch.Tensor], states: list[TensorState]) -> lis
         part = tensor.as_strided((count,), (step,), tensor.storage_offset())
         groups.setdefault((tensor.dtype, tensor.device), []).append(part)
     return [torch.cat(parts).cpu().view(torch.uint8).numpy().tobytes() for parts in groups.values()]
-
 
 
 class StateTracker:

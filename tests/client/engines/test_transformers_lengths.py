@@ -113,10 +113,16 @@ def _cache(model: Any, server: FakeServer, **options: Any) -> KVTierCache:
     ("make", "prompts"),
     [
         # Length of the prompt, new tokens, and hit. Up to 64 tokens the frequencies are constant.
-        (_dynamic, [(56, 4, 0), (56, 4, 48), (400, 4, 0), (400, 4, 0), (56, 4, 48), (63, 1, 56), (64, 1, 0), (60, 9, 56)]),
+        (
+            _dynamic,
+            [(56, 4, 0), (56, 4, 48), (400, 4, 0), (400, 4, 0), (56, 4, 48), (63, 1, 56), (64, 1, 0), (60, 9, 56)],
+        ),
         (_dynamic, [(60, 9, 0), (56, 4, 0)]),
         # Long RoPE has two constant sets of frequencies.
-        (_long, [(56, 4, 0), (400, 4, 0), (400, 4, 392), (56, 4, 48), (64, 1, 56), (65, 1, 64), (100, 9, 96), (60, 9, 56)]),
+        (
+            _long,
+            [(56, 4, 0), (400, 4, 0), (400, 4, 392), (56, 4, 48), (64, 1, 56), (65, 1, 64), (100, 9, 96), (60, 9, 56)],
+        ),
         (_long, [(60, 9, 0), (100, 9, 0), (60, 2, 0)]),
         (_phi3, [(56, 4, 0), (400, 4, 0), (400, 4, 392), (56, 4, 48), (60, 9, 56), (100, 9, 96), (56, 4, 48)]),
         (_phi3, [(60, 9, 0), (56, 4, 0), (100, 9, 0)]),
@@ -162,7 +168,10 @@ def test_blocks_by_hand_have_the_regime_of_the_whole_sequence(make: Any) -> None
         (lambda: _llama(YARN, 4 * LIMIT), ((1, None),)),
         (_dynamic, ((1, LIMIT - 1),)),
         (_long, ((1, LIMIT), (LIMIT + 1, None))),
-        (lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32)), ((1, 32),)),
+        (
+            lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32)),
+            ((1, 32),),
+        ),
         (lambda: BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)), ((1, None),)),
         (lambda: _mpt(128), ((1, 128),)),
         (lambda: _mpt(2048), ((1, 2048),)),
@@ -209,7 +218,9 @@ def test_mpt_says_that_it_stores_nothing(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize(
     "model",
     [
-        lambda: T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)),
+        lambda: T5ForConditionalGeneration(
+            T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+        ),
         lambda: BartForCausalLM(
             BartConfig(vocab_size=64, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64)
         ),

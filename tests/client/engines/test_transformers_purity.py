@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import copy
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -282,7 +282,9 @@ def test_a_model_may_get_another_element_type(model: Any, cache: KVTierCache, dt
 
 
 @pytest.mark.parametrize(
-    "patch", [(modeling_llama, "apply_rotary_pos_emb"), (modeling_llama.LlamaMLP, "forward")], ids=["function", "method"]
+    "patch",
+    [(modeling_llama, "apply_rotary_pos_emb"), (modeling_llama.LlamaMLP, "forward")],
+    ids=["function", "method"],
 )
 def test_patched_code_is_noticed(
     model: Any, cache: KVTierCache, patch: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
@@ -395,9 +397,8 @@ def test_another_process_with_the_adapter_disabled_finds_nothing(server: FakeSer
 
 
 @pytest.mark.parametrize("change", [_frequencies, _epsilon, _scale, _eager, _bias, _config, _insert])
-def test_another_process_with_another_model_finds_nothing(
-    model: Any, server: FakeServer, cache: KVTierCache, change: Callable[[Any], None]
-) -> None:
+@pytest.mark.usefixtures("cache")
+def test_another_process_with_another_model_finds_nothing(server: FakeServer, change: Callable[[Any], None]) -> None:
     """Also if no parameter differs, but a buffer, an attribute or the kernel of attention."""
     other = _llama()
     change(other)
@@ -409,7 +410,8 @@ def test_another_process_with_another_model_finds_nothing(
         assert third.last_hit.tokens == 32
 
 
-def test_each_weight_counts_for_another_process(server: FakeServer, cache: KVTierCache) -> None:
+@pytest.mark.usefixtures("cache")
+def test_each_weight_counts_for_another_process(server: FakeServer) -> None:
     """One changed element of one parameter is enough: no sample of the weights is taken."""
     other = _llama()
     with torch.no_grad():
@@ -423,7 +425,7 @@ def _observed(hook: str) -> Callable[[Any], Any]:
     return lambda model: getattr(model.model.layers[0].self_attn.v_proj, hook)(lambda *_: None)
 
 
-def _all_modules(model: Any) -> Any:
+def _all_modules(_: Any) -> Any:
     return torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
 
 
