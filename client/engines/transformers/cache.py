@@ -242,7 +242,7 @@ class KVTierCache:
 
     def close(self) -> None:
         for session in self._sessions.values():
-            session.client.close()
+            _end(session)
 
     def __enter__(self) -> Self:
         return self
@@ -341,14 +341,14 @@ class KVTierCache:
         )
         client = self._connect(with_weights_version(namespace, moment.version))
         session = _Session(moment, layout, regimes, client)
-        if not self._sessions or self.client.connected:  # do not wait again for a server that is absent
+        if not self._sessions or self.client.connected:  # else the server is absent
             with contextlib.suppress(KVTierError):  # the client has logged the error, and retries
                 client.wait_until_connected(self._wait)
         old = self._sessions.pop(moment, None)
         self._sessions[moment] = self._session = session
         for ended in [old, *map(self._sessions.pop, [*self._sessions][:-_SESSIONS])]:
             if ended is not None:
-                ended.client.close()
+                _end(ended)
         return session
 
     def _identify(self, name: str | None, revision: str | None, tenant: str) -> Callable[..., Namespace]:
@@ -372,6 +372,14 @@ class KVTierCache:
     def _log_failure(self, what: str, error: Exception) -> None:
         _log.log(logging.DEBUG if self._failing else logging.WARNING, "kvtier: %s: %s", what, error)
         self._failing = True
+
+
+def _end(session: _Session) -> None:
+    """Closes a session. Blocks of a unique version are evicted first, as no process uses them."""
+    if session.moment.version and session.client.connected:
+        with contextlib.suppress(KVTierError):
+            session.client.reset(retire=True)
+    session.client.close()
 
 
 def _sequence(input_ids: Any) -> list[int]:

@@ -77,7 +77,7 @@ class LengthRegimes:
         probe = _Probe(model, after_run)
         try:
             ranges = _by_positions(probe, limits)
-        except (IndexError, RuntimeError, TypeError, ValueError):  # the model takes no such positions
+        except (IndexError, RuntimeError, TypeError, ValueError):  # it takes no such positions
             ranges = None
         if ranges is None:
             ranges = ((1, min((limit for limit in limits.values() if limit >= _LONGEST), default=None)),)

@@ -32,7 +32,7 @@ SAMPLES = 16
 """Number of elements of a large tensor that each comparison reads."""
 
 _SMALL = 256
-"""Up to this number of elements a comparison reads the whole tensor, such as inverse frequencies."""
+"""Up to this number of elements a comparison reads the whole tensor, for example frequencies."""
 
 _MOST_MEMBERS = 4096
 """The content of a larger container, such as a vocabulary, is unknown."""
@@ -55,6 +55,7 @@ _SKIPPED = frozenset(
 )
 """Attributes that do not change the KV. `generation_config` is checked at each `generate`."""
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _NEUTRAL_HOOKS = ("AlignDevicesHook", "SequentialHook")
@@ -234,17 +235,20 @@ class Snapshot:
             self._visit_table(path, vars(tensor))
         if hasattr(tensor, "__tensor_flatten__"):
             self._visit_members(path, {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]})
+            return
         if tensor.is_meta:
             self.obstacles[f"{path} is not in memory, for example because it is offloaded"] = None
             return
         if tensor.is_inference() and tensor.numel() > _SMALL:
             self.obstacles[f"{path} was created in inference mode, so torch does not count its changes"] = None
+        if tensor.is_quantized:
+            self.obstacles[f"{path} has no memory that kvtier can read"] = None
+            return
         try:
             storage = weakref.ref(tensor.untyped_storage())
             self.values[path] = TensorState(container, place, storage, _mark(tensor), _places(tensor))
         except (NotImplementedError, RuntimeError):
-            if not hasattr(tensor, "__tensor_flatten__"):
-                self.obstacles[f"{path} has no memory that kvtier can read"] = None
+            self.obstacles[f"{path} has no memory that kvtier can read"] = None
 
     def _visit_code(self) -> None:
         classes = {base: None for module in self._modules for base in type(module).__mro__ if base is not object}
@@ -305,7 +309,8 @@ def _read_samples(tensors: list[torch.Tensor], states: list[TensorState]) -> lis
     for tensor, state in zip(tensors, states, strict=True):
         count, step = state.samples
         part = tensor.as_strided((count,), (step,), tensor.storage_offset())
-        groups.setdefault((tensor.dtype, tensor.device), []).append(part)
+        dtype = _INTEGERS.get(part.element_size(), part.dtype)  # not all types can be concatenated
+        groups.setdefault((dtype, tensor.device), []).append(part.view(dtype))
     return [torch.cat(parts).cpu().view(torch.uint8).numpy().tobytes() for parts in groups.values()]
 
 

@@ -16,6 +16,7 @@ from transformers.models.llama import modeling_llama
 
 from kvtier.client.engines.transformers import KVTierCache
 from kvtier.client.engines.transformers.cache_layout import CACHE_ARGUMENT
+from kvtier.client.engines.transformers.model_state import Snapshot
 from kvtier.client.testing import FakeServer
 
 BLOCK = 8
@@ -588,7 +589,7 @@ def test_replaced_weights_leave_the_memory(model: Any, cache: KVTierCache) -> No
 def test_arguments_that_change_the_kv_bypass_the_cache(
     model: Any, server: FakeServer, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
-    """Nothing is stored and nothing is loaded, with one warning; the result is that of the model."""
+    """Nothing is stored or loaded, with one warning. The result is that of the model."""
     common = {"max_new_tokens": 3, "do_sample": False} | options
     with _cache(model, server) as cache:
         calls = len(server.calls)
@@ -612,6 +613,32 @@ def test_padding_in_the_prompt_is_masked_as_the_model_does_it(model: Any, cache:
     for _ in range(2):
         assert _same(_scores(cache, padded, 4), _scores(model, padded, 4))
         assert cache.last_hit.tokens == 0
+
+
+def test_blocks_of_an_earlier_state_leave_the_server(model: Any, server: FakeServer, cache: KVTierCache) -> None:
+    """In a training loop they would fill the tiers. The blocks of the first state stay."""
+    for _ in range(6):
+        _other(model)
+        _kept(cache)
+    assert len({name[0] for name in server._blocks}) <= 5
+    cache.close()
+    assert len({name[0] for name in server._blocks}) == 1
+
+
+def test_types_of_few_bits_and_meta_tensors(model: Any) -> None:
+    """Element types that torch cannot concatenate are read; what is not in memory is an obstacle."""
+    layer = model.model.layers[0].mlp
+    layer.register_buffer("scale", torch.ones(300, 2).to(torch.float8_e4m3fn))
+    layer.register_buffer("phase", torch.ones(300, dtype=torch.complex128))
+    layer.register_buffer("mask", torch.ones(300, dtype=torch.bool))
+    snapshot = Snapshot(model)
+    assert snapshot.is_current()
+    assert not snapshot.obstacles
+    layer.scale.view(torch.uint8).data[:] = 0
+    assert not snapshot.is_current()
+    layer.scale = torch.ones(300, device="meta")
+    layer.phase = torch.quantize_per_tensor(torch.ones(300), 0.1, 0, torch.qint8)
+    assert len(Snapshot(model).obstacles) == 2
 
 
 def test_a_missing_block_ends_the_hit(model: Any, server: FakeServer, cache: KVTierCache) -> None:
