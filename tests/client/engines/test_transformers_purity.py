@@ -626,7 +626,7 @@ def test_blocks_of_an_earlier_state_leave_the_server(model: Any, server: FakeSer
 
 
 def test_types_of_few_bits_and_meta_tensors(model: Any) -> None:
-    """Element types that torch cannot concatenate are read; what is not in memory is an obstacle."""
+    """Types that torch cannot concatenate are read. What is not in memory is an obstacle."""
     layer = model.model.layers[0].mlp
     layer.register_buffer("scale", torch.ones(300, 2).to(torch.float8_e4m3fn))
     layer.register_buffer("phase", torch.ones(300, dtype=torch.complex128))
@@ -637,7 +637,7 @@ def test_types_of_few_bits_and_meta_tensors(model: Any) -> None:
     layer.scale.view(torch.uint8).data[:] = 0
     assert not snapshot.is_current()
     layer.scale = torch.ones(300, device="meta")
-    layer.phase = torch.quantize_per_tensor(torch.ones(300), 0.1, 0, torch.qint8)
+    layer.phase = torch.ones(300).to_sparse()
     assert len(Snapshot(model).obstacles) == 2
 
 
