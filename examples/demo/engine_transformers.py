@@ -49,18 +49,20 @@ class PrefillCounter:
     def __init__(self, model: Any) -> None:
         self.tokens = 0
         self._done = False
-        model.register_forward_pre_hook(self._before, with_kwargs=True)
-        model.register_forward_hook(self._after)
+        model.register_forward_pre_hook(self.before, with_kwargs=True)
+        model.register_forward_hook(self.after)
 
     def start(self) -> None:
         """Starts counting."""
         self.tokens, self._done = 0, False
 
-    def _before(self, _: object, __: object, inputs: dict[str, Any]) -> None:
+    def before(self, _: object, __: object, inputs: dict[str, Any]) -> None:
+        """Called before each forward pass."""
         if not self._done:
             self.tokens += inputs["input_ids"].shape[1]
 
-    def _after(self, *_: object) -> None:
+    def after(self, *_: object) -> None:
+        """Called after each forward pass."""
         self._done = True
 
 
@@ -77,7 +79,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).eval()
     counter = PrefillCounter(model)
     prompt = torch.tensor([job["prompt"]])
-    with KVTierCache(model, job["endpoint"], block_tokens=job["block_tokens"], wait=job["wait_seconds"]) as kv:
+    options = {"block_tokens": job["block_tokens"], "wait": job["wait_seconds"]}
+    with KVTierCache(model, job["endpoint"], observers=(counter.before, counter.after), **options) as kv:
         say(f"runs a prompt of {prompt.shape[1]:,} tokens")
         counter.start()
         first = FirstToken()

@@ -32,7 +32,12 @@ _RELATED: Mapping[str, tuple[str, ...]] = {
         "tests/client/test_cancel.py",
     ),
     "client/engines/sglang/": ("tests/client/engines/sglang_adapter",),
-    "client/engines/transformers/": ("tests/client/engines/test_transformers.py",),
+    "client/engines/transformers/": (
+        "tests/client/engines/test_transformers.py",
+        "tests/client/engines/test_transformers_lengths.py",
+        "tests/client/engines/test_transformers_parts.py",
+        "tests/client/engines/test_transformers_purity.py",
+    ),
     "client/engines/vllm/": _adapter_tests("hooks", "parts", "settings", "sleep", "stats", "ranks"),
     "client/engines/vllm/scheduler/": _adapter_tests(
         "parts", "reset", "saves", "holds", "settings", "policy", "stats", "events"

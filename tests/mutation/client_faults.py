@@ -15,6 +15,7 @@ _HOLDS = "client/engines/vllm/scheduler/hold_calls.py"
 _REQUESTS = "client/engines/vllm/scheduler/requests.py"
 _TIER = "client/engines/vllm_tier/"
 _SGLANG = "client/engines/sglang/"
+_TRANSFORMERS = "client/engines/transformers/"
 
 CLIENT_FAULTS = (
     Fault(
@@ -353,5 +354,59 @@ CLIENT_FAULTS = (
         "client/events/stream.py",
         "                if time.monotonic() - self._seen_at > self._gone_seconds:\n",
         "                if False:\n",
+    ),
+    Fault(
+        "buffers are not in the digest of the weights",
+        _TRANSFORMERS + "model_identity.py",
+        "if isinstance(state, TensorState) and path not in own_paths:",
+        "if isinstance(state, TensorState) and path.endswith('weight'):",
+    ),
+    Fault(
+        "a missing block does not end the hit",
+        _TRANSFORMERS + "cache.py",
+        "hits = lease.prefix_hits",
+        "hits = len(keys)",
+    ),
+    Fault(
+        "the lease of a restore is kept",
+        _TRANSFORMERS + "cache.py",
+        "            lease.release()\n",
+        "            pass\n",
+    ),
+    Fault(
+        "guidance is cached",
+        _TRANSFORMERS + "generate_settings.py",
+        '        *("attention_mask", "generation_config",',
+        '        *("attention_mask", "generation_config", "guidance_scale",',
+    ),
+    Fault(
+        "changes in place are not counted",
+        _TRANSFORMERS + "model_state.py",
+        "return version, tensor.data_ptr(),",
+        "return tensor.data_ptr(),",
+    ),
+    Fault(
+        "no element of a tensor is read",
+        _TRANSFORMERS + "model_state.py",
+        "return same and _read_samples(tensors, self._tensors) == self._samples",
+        "return same",
+    ),
+    Fault(
+        "flags of modules are not looked at",
+        _TRANSFORMERS + "model_state.py",
+        "return [*map(id, members)], [*map(id, names)],",
+        "return [], [*map(id, names)],",
+    ),
+    Fault(
+        "blocks of all lengths are shared",
+        _TRANSFORMERS + "length_regimes.py",
+        'return f"lengths from {self.ranges[regime][0]}".encode() if regime else b""',
+        'return b""',
+    ),
+    Fault(
+        "an answer that crosses a limit is stored",
+        _TRANSFORMERS + "cache.py",
+        "!= (session.moment, regime):",
+        "[:1] != (session.moment,):",
     ),
 )

@@ -6,7 +6,7 @@
         output = kv.generate(input_ids, max_new_tokens=64)
 
 The model must run in one process and use full attention only. The batch size is 1. Needs
-transformers 4.56 or newer.
+transformers 4.56 or newer. `docs/purity.md` lists what the KV depends on, and how it is noticed.
 """
 
 from .cache import Hit, KVTierCache

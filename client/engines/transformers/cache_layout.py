@@ -68,7 +68,7 @@ class CacheLayout:
         if type(cache) is not DynamicCache:
             raise UnsupportedModelError(f"the model's cache is a {type(cache).__name__}, not a DynamicCache")
         odd = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
-        if odd or not cache.layers:
+        if odd or not cache.layers or any(layer.keys is None for layer in cache.layers):
             raise UnsupportedModelError(
                 f"some layers have {', '.join(odd) or 'no cache'}: only full attention is supported (no sliding windows,"
                 " linear attention or shared layers)"

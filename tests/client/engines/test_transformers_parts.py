@@ -18,8 +18,11 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from kvtier.client.engines.transformers.cache import block_hashes, config_digest, is_single_sequence, weights_digest
+from kvtier.client.engines.transformers.cache import block_hashes
 from kvtier.client.engines.transformers.cache_layout import CACHE_ARGUMENT, CacheLayout, UnsupportedModelError
+from kvtier.client.engines.transformers.generate_settings import reason_to_bypass
+from kvtier.client.engines.transformers.model_identity import state_digest, weights_digest
+from kvtier.client.engines.transformers.model_state import Snapshot
 
 SMALL = {
     "vocab_size": 64,
@@ -109,34 +112,70 @@ def test_a_cache_of_another_shape_does_not_match() -> None:
 
 def test_weights_have_distinct_digests() -> None:
     """Other weights have another digest; equal weights of any origin have the same."""
+
+    def digest(model: Any) -> str:
+        return weights_digest(Snapshot(model))
+
     model = _llama()
-    assert weights_digest(model) == weights_digest(copy.deepcopy(model)) == weights_digest(_llama())
-    assert weights_digest(model) != weights_digest(_llama(seed=1))
-    assert weights_digest(model) != weights_digest(_llama(dtype=torch.bfloat16))
+    assert digest(model) == digest(copy.deepcopy(model)) == digest(_llama())
+    assert digest(model) != digest(_llama(seed=1))
+    assert digest(model) != digest(_llama(dtype=torch.bfloat16))
+    frequencies = copy.deepcopy(model)
+    frequencies.model.rotary_emb.inv_freq[0] *= 2  # a buffer
+    attribute = copy.deepcopy(model)
+    attribute.model.rotary_emb.original_inv_freq = attribute.model.rotary_emb.original_inv_freq * 2
+    assert len({digest(model), digest(frequencies), digest(attribute)}) == 3
 
 
-def test_config_digests_depend_on_the_kv() -> None:
-    """Another rope changes the digest; another path or class name does not."""
-    same = LlamaConfig(**SMALL, name_or_path="/elsewhere", architectures=["X"])
-    other = LlamaConfig(**SMALL, rope_theta=20000.0)
-    assert config_digest(LlamaConfig(**SMALL)) == config_digest(same)
-    assert config_digest(LlamaConfig(**SMALL)) != config_digest(other)
+def test_digests_of_the_state_depend_on_the_kv() -> None:
+    """Another rope or flag changes the digest; another path or class name does not."""
+
+    def digest(model: Any) -> str:
+        return state_digest(Snapshot(model))
+
+    def model(**settings: Any) -> Any:
+        return LlamaForCausalLM(LlamaConfig(**SMALL, **settings)).eval()
+
+    assert digest(model()) == digest(model(name_or_path="/elsewhere", architectures=["X"]))
+    assert digest(model()) != digest(model(rope_theta=20000.0))
+    flag = model()
+    flag.model.layers[0].mlp.flag = True
+    assert digest(model()) != digest(flag)
 
 
 @pytest.mark.parametrize(
     ("shape", "options", "plain"),
     [
-        ((1, 9), {"max_new_tokens": 3, "do_sample": False}, True),
+        ((1, 9), {"max_new_tokens": 3, "do_sample": False, "temperature": 0.5}, True),
         ((1, 9), {"attention_mask": torch.ones(1, 9), "streamer": object()}, True),
+        ((1, 9), {"guidance_scale": 1.0, "num_beams": 1, "use_cache": True, "output_attentions": False}, True),
+        ((1, 9), {"pad_token_id": 1, "eos_token_id": [1, 2]}, True),
+        ((1, 9), {"pad_token_id": 1, "eos_token_id": 2}, False),
+        ((1, 9), {"attention_mask": torch.ones(1, 12)}, False),
+        ((1, 9), {"attention_mask": torch.ones(1, 1, 9, 9)}, False),
         ((2, 9), {}, False),
         ((1, 9), {"num_beams": 2}, False),
         ((1, 9), {"generation_config": GenerationConfig(num_beams=2)}, False),
+        ((1, 9), {"generation_config": GenerationConfig(guidance_scale=1.5)}, False),
         ((1, 9), {"num_return_sequences": 2, "do_sample": True}, False),
         ((1, 9), {"attention_mask": torch.tensor([[0] + [1] * 8])}, False),
+        ((1, 9), {"guidance_scale": 1.5}, False),
+        ((1, 9), {"negative_prompt_ids": torch.ones(1, 9)}, False),
         ((1, 9), {"pixel_values": torch.zeros(1)}, False),
+        ((1, 9), {"inputs_embeds": torch.zeros(1, 9, 4)}, False),
+        ((1, 9), {"position_ids": torch.arange(9)[None]}, False),
         ((1, 9), {CACHE_ARGUMENT: DynamicCache()}, False),
         ((1, 9), {"use_cache": False}, False),
         ((1, 9), {"cache_implementation": "static"}, False),
+        ((1, 9), {"prefill_chunk_size": 4}, False),
+        ((1, 9), {"prompt_lookup_num_tokens": 4}, False),
+        ((1, 9), {"assistant_model": object()}, False),
+        ((1, 9), {"custom_generate": "name"}, False),
+        ((1, 9), {"token_healing": True}, False),
+        ((1, 9), {"penalty_alpha": 0.6, "top_k": 4}, False),
+        ((1, 9), {"dola_layers": "low"}, False),
+        ((1, 9), {"output_hidden_states": True}, False),
+        ((1, 9), {"output_attentions": True}, False),
     ],
 )
 def test_only_what_tokens_alone_decide_is_cached(
@@ -144,4 +183,11 @@ def test_only_what_tokens_alone_decide_is_cached(
 ) -> None:
     """Batches, beams, padding, images and the caller's caches are computed without kvtier."""
     tokens = torch.ones(shape, dtype=torch.int64)
-    assert is_single_sequence(tokens, options, GenerationConfig()) is plain
+    assert (reason_to_bypass(tokens, options, GenerationConfig()) is None) is plain
+
+
+def test_a_setting_of_a_later_release_is_not_cached() -> None:
+    """A setting that kvtier does not know may change the KV."""
+    settings = GenerationConfig()
+    settings.new_way_to_prefill = 3
+    assert reason_to_bypass(torch.ones(1, 9, dtype=torch.int64), {}, settings)
