@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from harness.polling import wait_until
 from harness.server_process import ServerProcess
-from rig import LAYOUTS, PAGE, attach, hashes, kv_pool, latent_pool, page_of, rows
+from rig import LAYOUTS, PAGE, attach, await_links, hashes, kv_pool, latent_pool, page_of, rows
 
 from kvtier.client.engines.sglang import KVTierStorage, links
 
@@ -148,6 +148,8 @@ def test_clearing_hides_all_tiers(server: ServerProcess) -> None:
             storage.clear()
             assert storage.batch_exists(KEYS) == 0
             assert storage.batch_get_v1(KEYS, rows(*range(6))) == [False] * 6
+            await_links(storage)
+            assert storage.batch_exists(KEYS) == 0
             assert all(storage.batch_set_v1(KEYS, rows(*range(6))))
             assert storage.batch_exists(KEYS) == 6
         assert other.batch_exists(KEYS) == 6
