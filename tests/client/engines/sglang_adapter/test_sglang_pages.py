@@ -195,3 +195,15 @@ def test_rows_must_fit_the_keys(server: ServerProcess) -> None:
         assert other.batch_get_v1(KEYS, rows(0, 1)) == [False] * 6
         assert other.batch_set_v1(KEYS, rows(0)[: PAGE - 1]) == [False] * 6
         assert not any(page_of(pool, 0))
+
+
+def test_pages_must_keep_their_size(server: ServerProcess) -> None:
+    """If a host pool gives pages of another size than at the start, no byte is copied."""
+    ours, theirs = kv_pool(seed=1), kv_pool()
+    with attach(server.endpoint, ours) as storage, attach(server.endpoint, theirs) as other:
+        storage.batch_set_v1(KEYS[:2], rows(0, 1))
+        ours.head_num = theirs.head_num = 1  # half of the bytes
+        assert other.batch_get_v1(KEYS[:2], rows(0, 1)) == [False] * 2
+        assert storage.batch_set_v1(KEYS[2:], rows(2, 3, 4, 5)) == [False] * 4
+        assert other.batch_exists(KEYS) == 2
+    assert not theirs.kv_buffer.any()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_config import engine_config
 from engine_timeouts import LONG_TIMEOUT_SECONDS, long_timeouts
 from harness.polling import wait_until
 from server_process import ServerProcess
@@ -83,49 +84,17 @@ class Engine:
                 client.wait_until_connected(LONG_TIMEOUT_SECONDS)
 
     def config(self, rank: int) -> Any:
-        transfer = SimpleNamespace(
-            kv_connector_extra_config={"endpoint": self.server.endpoint, "kv_parts": self.kv_parts},
-            kv_load_failure_policy="recompute",
-            is_kv_consumer=True,
-            is_kv_producer=True,
-            engine_id=self.name,
-        )
-        parallel = SimpleNamespace(
-            **{
+        return engine_config(
+            str(self.folder),
+            {"endpoint": self.server.endpoint, "kv_parts": self.kv_parts},
+            kv_transfer={"engine_id": self.name},
+            parallel={
                 "world_size": self.tensor * len(self.stages),
                 "rank": rank,
                 "tensor_parallel_size": self.tensor,
                 "pipeline_parallel_size": len(self.stages),
-                "decode_context_parallel_size": 1,
-                "data_parallel_rank": 0,
                 **self.ranks,
-            }
-        )
-        cache = SimpleNamespace(
-            enable_prefix_caching=True,
-            prefix_caching_hash_algo="sha256",
-            block_size=TOKENS,
-            prefix_match_unit=None,
-            cache_dtype="auto",
-        )
-        model = SimpleNamespace(
-            model=str(self.folder),
-            dtype=torch.float32,
-            revision=None,
-            quantization=None,
-            hf_overrides={},
-            max_model_len=64,
-        )
-        return SimpleNamespace(
-            kv_transfer_config=transfer,
-            parallel_config=parallel,
-            cache_config=cache,
-            model_config=model,
-            speculative_config=None,
-            attention_config=None,
-            load_config=SimpleNamespace(load_format="auto"),
-            device_config=SimpleNamespace(device_type="cpu"),
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+            },
         )
 
     def cache(self, layers: list[list[str]], *, merged: bool = False) -> KVCacheConfig:
