@@ -9,8 +9,7 @@ from unittest import mock
 from harness.long_timeouts import LONG_TIMEOUT_SECONDS
 from harness.long_timeouts import long_timeouts as client_long_timeouts
 
-from kvtier.client.engines.vllm import peers
-from kvtier.client.engines.vllm.scheduler import hold_calls
+from kvtier.client.engines.vllm.scheduler import hold_calls, server_calls
 from kvtier.client.engines.vllm.worker import worker
 from kvtier.client.engines.vllm_tier import manager, transfers
 
@@ -21,7 +20,8 @@ _DEADLINES = (
     (manager, "_DRAIN_SECONDS"),
     (manager, "_TRANSFER_SECONDS"),
     (transfers, "_JOB_SECONDS"),
-    (peers, "_START_SECONDS"),
+    (manager, "_START_SECONDS"),
+    (server_calls, "_RESET_WAIT_S"),
     (worker, "_CONNECT_WITHIN_S"),
 )
 

@@ -242,23 +242,24 @@ def test_a_typo_in_the_endpoint_stops_the_start(monkeypatch: pytest.MonkeyPatch)
     """Only invalid settings may raise."""
     plain = namespace.Namespace("m", "d", ())
     monkeypatch.setattr(connector, "resolve_geometry", lambda *_: CacheGeometry((FULL,), 4, 4))
-    monkeypatch.setattr(connector, "build_namespace", lambda *_: plain)
+    monkeypatch.setattr(connector, "prepare_namespace", lambda *_: lambda: plain)
     with pytest.raises(ValueError, match="kvtier: "):
         KVTierConnector(_config(endpoint="unix:"), SCHEDULER, SimpleNamespace(num_blocks=8))
 
 
 @pytest.mark.parametrize("role", [SCHEDULER, WORKER])
-@pytest.mark.parametrize("error", [PermissionError("config.json"), KeyError("a defect"), Unsupported("so")])
+@pytest.mark.parametrize("error", [KeyError("a defect"), Unsupported("so")])
 def test_a_set_up_that_fails_disables_the_connector(
     monkeypatch: pytest.MonkeyPatch, role: Any, error: Exception
 ) -> None:
-    """Unreadable files of a model disable the connector; the engine starts."""
+    """The engine starts without a cache."""
 
     def fail(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(connector, "resolve_geometry", lambda *_: None)
-    monkeypatch.setattr(connector, "build_namespace", fail)
+    monkeypatch.setattr(connector, "prepare_namespace", fail)
+    monkeypatch.setattr(connector, "identify_model", fail)
     made: Any = KVTierConnector(_config(), role, SimpleNamespace())
     assert made._scheduler is None
     assert made._worker is None

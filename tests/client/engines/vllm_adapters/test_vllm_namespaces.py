@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from connector_fakes import FakeClient, make_request
+from connector_fakes import FakeClient, await_namespace, make_request
 from engine_config import engine_config
 from harness.polling import wait_until
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
@@ -71,6 +71,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 def server_of(made: KVTierConnector) -> Server:
     assert made._scheduler is not None, "the connector is disabled"
+    await_namespace(made)
     client: Any = made._scheduler._client
     return client  # type: ignore[no-any-return]
 

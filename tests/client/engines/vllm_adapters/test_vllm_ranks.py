@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from connector_fakes import await_namespace
 from engine_config import engine_config
 from engine_timeouts import LONG_TIMEOUT_SECONDS, long_timeouts
 from harness.polling import wait_until
@@ -79,7 +80,10 @@ class Engine:
             if (metadata := worker.get_handshake_metadata()) is not None:
                 told[divmod(rank, self.tensor)] = pickle.loads(pickle.dumps(metadata))  # noqa: S301 - our own
         self.scheduler.set_xfer_handshake_metadata_pp_aware(told)
+        if self.scheduler._scheduler is not None:
+            await_namespace(self.scheduler)
         for worker in self.workers:
+            self.step(worker, [], [])
             for client in worker._worker._clients if worker._worker is not None else ():
                 client.wait_until_connected(LONG_TIMEOUT_SECONDS)
 
@@ -127,8 +131,9 @@ class Engine:
     # ---- what an engine does
 
     def step(self, worker: KVTierConnector, loads: list[LoadJob], saves: list[SaveJob]) -> None:
-        digest = self.scheduler._scheduler._digest if self.scheduler._scheduler is not None else ""
-        step = StepMetadata(loads, saves, digest, parts=self.scheduler._all_parts)
+        side = self.scheduler._scheduler
+        digest, namespace = (side._digest, side._namespace) if side is not None else ("", None)
+        step = StepMetadata(loads, saves, digest, parts=self.scheduler._all_parts, namespace=namespace)
         worker.bind_connector_metadata(pickle.loads(pickle.dumps(step)))  # noqa: S301 - our own
         worker.start_load_kv(None)
         worker.wait_for_save()
