@@ -59,17 +59,7 @@ def content_files(directory: Path) -> list[Path]:
     These are all files, also those of sub-folders, without hidden ones, texts for people, and
     pictures. Configuration, code and tokenizer count, as they change how weights are used.
     """
-    found: list[Path] = []
-    entered: set[tuple[int, int]] = set()
-    for folder, folders, names in os.walk(directory, onerror=_raise, followlinks=True):
-        status = Path(folder).stat()
-        if (status.st_dev, status.st_ino) in entered:  # a symbolic link to a folder above
-            folders.clear()
-            continue
-        entered.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(name for name in folders if not _is_neutral(name))
-        found += (Path(folder, name) for name in names if not _is_neutral(name))
-    return sorted(path for path in found if path.is_file())
+    return sorted(path for folder, names in _folders(directory) for name in names if (path := folder / name).is_file())
 
 
 def fingerprint_of(directory: Path, *, unchanged_since: float = math.inf) -> str:
@@ -79,10 +69,9 @@ def fingerprint_of(directory: Path, *, unchanged_since: float = math.inf) -> str
     changed after `unchanged_since`, this is an OSError.
     """
     digest = hashlib.sha256(b"kvtier folder 2")
-    _check_age(directory, unchanged_since)
-    files = content_files(directory)
-    for folder in {parent for path in files for parent in path.parents if parent.is_relative_to(directory)}:
+    for folder, _ in _folders(directory):
         _check_age(folder, unchanged_since)
+    files = content_files(directory)
     for path in files:
         name = path.relative_to(directory).as_posix().encode(errors="surrogateescape")
         content = digest_of_file(path, unchanged_since=unchanged_since)
@@ -135,6 +124,19 @@ def _check_age(path: Path, unchanged_since: float) -> None:
             raise OSError(
                 f"{path} has changed since the process began, so the loaded content is unknown; restart the engine"
             )
+
+
+def _folders(directory: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yields a folder and its sub-folders, with the names in each that can count."""
+    entered: set[tuple[int, int]] = set()
+    for folder, folders, names in os.walk(directory, onerror=_raise, followlinks=True):
+        status = Path(folder).stat()
+        if (status.st_dev, status.st_ino) in entered:  # a symbolic link to a folder above
+            folders.clear()
+            continue
+        entered.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not _is_neutral(name))
+        yield Path(folder), [name for name in names if not _is_neutral(name)]
 
 
 def _is_neutral(name: str) -> bool:

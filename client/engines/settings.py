@@ -66,7 +66,7 @@ def digest_of_settings(plain: Any, known: Mapping[str, str] | None = None) -> st
 
     `known`: digests of files and folders by path. Raises OSError if a file cannot be read.
     """
-    text = json.dumps(_with_content(plain, "", dict(known or {})), sort_keys=True)
+    text = _text_of(_with_content(plain, "", dict(known or {})))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -97,20 +97,27 @@ def _plain(value: Any, neutral: NeutralSettings, owner: str, name: str, depth: i
     if isinstance(value, list | tuple):
         return [inner(each) for each in value]
     if isinstance(value, set | frozenset):
-        return {"set": sorted((inner(each) for each in value), key=lambda each: json.dumps(each, sort_keys=True))}
+        return {"set": sorted((inner(each) for each in value), key=_text_of)}
     if (table := _table_of(value)) is not None:
-        counted = {
-            key if isinstance(key, str) else repr(inner(key)): (child, inner(child, name, str(key)))
+        counted = [
+            (key, child, inner(child, name, str(key)))
             for key, child in table.items()
             if not neutral.has(name, str(key))
-        }
+        ]
         # A table of neutral settings only is as if it were absent.
-        return {key: plain for key, (child, plain) in counted.items() if plain != {} or not child}
+        counted = [each for each in counted if each[2] != {} or not each[1]]
+        if all(isinstance(key, str) for key, _, _ in counted):
+            return {key: plain for key, _, plain in counted}
+        return {"pairs": sorted(([inner(key), plain] for key, _, plain in counted), key=_text_of)}
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         return _code_of(value) | {"values": inner(_values_of(value))}
     if callable(method := getattr(value, "compute_hash", None)):
         return {"hash": str(method())}
     raise Unsupported(f"the setting {name!r} has a value of an unknown type: {type(value).__qualname__}")
+
+
+def _text_of(plain: Any) -> str:
+    return json.dumps(plain, sort_keys=True)
 
 
 def _table_of(value: Any) -> Mapping[Any, Any] | None:
