@@ -104,8 +104,12 @@ def _plain(value: Any, neutral: NeutralSettings, owner: str, name: str, depth: i
             for key, child in table.items()
             if not neutral.has(name, str(key))
         ]
-        # A table of neutral settings only is as if it were absent.
-        counted = [each for each in counted if each[2] != {} or not each[1]]
+        # A table of neutral settings only is as if it were absent, or None.
+        counted = [
+            (key, child, plain)
+            for key, child, plain in counted
+            if not (plain == {} and child) and not (plain in (None, {}) and neutral.has(str(key), "*"))
+        ]
         if all(isinstance(key, str) for key, _, _ in counted):
             return {key: plain for key, _, plain in counted}
         return {"pairs": sorted(([inner(key), plain] for key, _, plain in counted), key=_text_of)}

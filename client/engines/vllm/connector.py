@@ -105,7 +105,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
         config = self._config
-        # The engine does not wait for digests of files.
+        # The engine does not wait for digests of files, so this is called in the background.
         namespace_of = functools.cache(
             prepare_namespace(self._vllm_config, self._kv_cache_config, geometry, parts, config.tenant)
         )
@@ -130,7 +130,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             identity=EngineIdentity(
                 str(transfer.engine_id), *self._address, self._vllm_config.parallel_config.tensor_parallel_size
             ),
-            connect=lambda version: self._link(namespace_of(), version),
+            connect=functools.partial(self._link, namespace_of),
             batched_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens if config.lazy_offload else 0,
         )
 
@@ -157,9 +157,17 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             has_model=self._has_model,
         )
 
-    def _link(self, namespace: Namespace, version: str) -> ServerLink:
-        """Returns the scheduler's clients for weights of this version. Runs in the background."""
-        namespace = with_weights_version(namespace, version)
+    def _link(self, namespace_of: Callable[[], Namespace], version: str) -> ServerLink:
+        """Returns the scheduler's clients for weights of this version. Runs in the background.
+
+        Raises Unsupported or OSError if the namespace cannot be known.
+        """
+        try:
+            namespace = with_weights_version(namespace_of(), version)
+        except (Unsupported, OSError):
+            raise
+        except Exception as error:
+            raise Unsupported(f"the identity of the model is unknown: {error!r}") from error
         client = self._connect(namespace, None)
         logger.info(
             "kvtier: namespace %s, %d KV cache group(s), transport %s",

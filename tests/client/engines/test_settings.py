@@ -91,6 +91,8 @@ def test_each_setting_counts() -> None:
     [
         {"model_config": ModelConfig(served_name="b")},
         {"log_config": {"level": "debug", "new": 7}},
+        {"log_config": {}},
+        {"log_config": None},
         {"other": 1, "anywhere": 5},
     ],
 )

@@ -284,67 +284,33 @@ def test_without_prefix_caching_the_connector_disables_itself(monkeypatch: pytes
 # ---- which weights
 
 
-def _model(**fields: Any) -> Any:
+def _weights_of(**fields: Any) -> str:
     config = SimpleNamespace(_commit_hash=fields.pop("commit", None))
-    return SimpleNamespace(**{"model": "org/name", "revision": None, "hf_config": config} | fields)
+    model = SimpleNamespace(**{"model": "org/name", "revision": None, "hf_config": config} | fields)
+    return namespace.identify_model(SimpleNamespace(model_config=model, speculative_config=None))()
 
 
-def test_the_namespace_knows_the_weights_of_a_hub_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The commit identifies a model's weights, from any source; without one it is refused."""
+def test_the_namespace_knows_the_weights_of_a_hub_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit identifies a model that is not in the local cache; without one it is refused."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert namespace._weights_of(_model(commit="a" * 40)) == "commit " + "a" * 40
-    assert namespace._weights_of(_model(revision="b" * 40, commit="a" * 40)) == "commit " + "b" * 40
-    assert namespace._weights_of(_model(revision="v1")) == "revision v1"
-    with pytest.raises(Unsupported, match="revision"):
-        namespace._weights_of(_model())
-    with pytest.raises(Unsupported, match="revision"):
-        namespace._weights_of(_model(commit="a" * 40, hf_config_path="elsewhere"))
-    (tmp_path / "config.json").write_text("{}")
-    first = namespace._weights_of(_model(model=str(tmp_path)))
-    (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    assert namespace._weights_of(_model(model=str(tmp_path))) != first
+    assert _weights_of(commit="a" * 40) == "commit " + "a" * 40
+    assert _weights_of(revision="b" * 40, commit="a" * 40) == "commit " + "b" * 40
+    for unknown in ({}, {"revision": "v1"}, {"commit": "a" * 40, "hf_config_path": "elsewhere"}):
+        with pytest.raises(Unsupported, match="revision"):
+            _weights_of(**unknown)
 
 
-def test_an_idle_step_calls_neither_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an idle step neither half is called, so an idle connector costs no time."""
-    scheduler, worker = _broken(monkeypatch, SCHEDULER), _broken(monkeypatch, WORKER)
-    worker.bind_connector_metadata(StepMetadata())
-    worker.start_load_kv(None)
-    worker.wait_for_save()
-    output = SimpleNamespace(
-        kv_connector_worker_meta=worker.build_connector_worker_meta(), finished_recving=set(), failed_recving=set()
-    )
-    scheduler.update_connector_output(output)
-    assert worker.log.kinds == scheduler.log.kinds == []
-
-
-def test_clients_of_peers_pin_their_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads from a server of another host use pinned memory in a worker with a GPU."""
-    made, pin = _broken(monkeypatch, WORKER), object()
-    clients: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        connector, "Client", lambda endpoint, **fields: clients.append({"endpoint": endpoint, **fields})
-    )
-    made._config = replace(made._config, peers=("10.0.0.7:50051",))
-    made._peers(FakeClient(), object(), 0, pin).client("10.0.0.7:50051")
-    assert [(client["endpoint"], client["pin"]) for client in clients] == [("10.0.0.7:50051", pin)]
-
-
-def test_memory_is_pinned_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B4.16 Nothing is pinned while graphs are captured; the first step, of any kind, ends that."""
-    registered: list[tuple[int, int]] = []
-    registrar = SimpleNamespace(register=lambda *span: registered.append(span), unregister=lambda _: None)
-    monkeypatch.setattr(worker, "CudaRegistrar", lambda _: registrar)
-    made = _broken(monkeypatch, WORKER)
-    made._worker = worker.WorkerSide(lambda *_: FakeClient(), [FULL], "ns", 8, made._reports, RateLimitedLog())
-    pin = made._worker._pin_for(torch.device("cuda:0"))
-    assert pin is not None
-    assert made._worker._pin_for(torch.device("cpu")) is None
-    with HostRegion.create(PAGE_BYTES) as region:
-        pinning = pin(region)
-        assert not pinning.pin(0, PAGE_BYTES)
-        made.bind_connector_metadata(StepMetadata())
-        made.start_load_kv(None)
-        assert pinning.pin(0, PAGE_BYTES)
-        assert registered == [(region.address, PAGE_BYTES)]
-        pinning.close()
+def test_each_part_of_a_model_counts(tmp_path: Path) -> None:
+    """Weights can be in another place than the configuration, and a draft model has its own."""
+    parts = {}
+    for name in ("model", "weights", "draft"):
+        (tmp_path / name).mkdir()
+        parts[name] = tmp_path / name / "w.bin"
+    model = SimpleNamespace(model=str(tmp_path / "model"), revision=None, model_weights=str(tmp_path / "weights"))
+    draft = SimpleNamespace(model=str(tmp_path / "draft"), revision=None)
+    config = SimpleNamespace(model_config=model, speculative_config=SimpleNamespace(draft_model_config=draft))
+    found = {namespace.identify_model(config)()}
+    for part in parts.values():
+        part.write_bytes(b"1")
+        found.add(namespace.identify_model(config)())
+    assert len(found) == 4
