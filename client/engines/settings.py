@@ -86,38 +86,44 @@ def _plain(value: Any, neutral: NeutralSettings, owner: str, name: str, depth: i
     def inner(child: Any, child_owner: str = owner, child_name: str = name) -> Any:
         return _plain(child, neutral, child_owner, child_name, depth - 1)
 
-    if isinstance(value, Enum | torch.dtype | torch.device):
-        return str(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, PurePath):
-        return {"path": str(value)}
-    if isinstance(value, bytes):
-        return {"bytes": value.hex()}
-    if isinstance(value, list | tuple):
-        return [inner(each) for each in value]
-    if isinstance(value, set | frozenset):
-        return {"set": sorted((inner(each) for each in value), key=_text_of)}
-    if (table := _table_of(value)) is not None:
-        counted = [
-            (key, child, inner(child, name, str(key)))
-            for key, child in table.items()
-            if not neutral.has(name, str(key))
-        ]
-        # A table of neutral settings only is as if it were absent, or None.
-        counted = [
-            (key, child, plain)
-            for key, child, plain in counted
-            if not (plain == {} and child) and not (plain in (None, {}) and neutral.has(str(key), "*"))
-        ]
-        if all(isinstance(key, str) for key, _, _ in counted):
-            return {key: plain for key, _, plain in counted}
-        return {"pairs": sorted(([inner(key), plain] for key, _, plain in counted), key=_text_of)}
-    if isinstance(value, type | FunctionType | BuiltinFunctionType):
-        return _code_of(value) | {"values": inner(_values_of(value))}
-    if callable(method := getattr(value, "compute_hash", None)):
-        return {"hash": str(method())}
+    match value:
+        case Enum() | torch.dtype() | torch.device():
+            plain: Any = str(value)
+        case None | bool() | int() | float() | str():
+            plain = value
+        case PurePath() | bytes():
+            plain = {"path": os.fsdecode(value)}
+        case list() | tuple():
+            plain = [inner(each) for each in value]
+        case set() | frozenset():
+            plain = {"set": sorted((inner(each) for each in value), key=_text_of)}
+        case type() | FunctionType() | BuiltinFunctionType():
+            plain = _code_of(value) | {"values": inner(_values_of(value))}
+        case _ if (table := _table_of(value)) is not None:
+            plain = _plain_table(table, neutral, name, inner)
+        case _:
+            plain = {"hash": _hash_of(value, name)}
+    return plain
+
+
+def _hash_of(value: Any, name: str) -> str:
+    if callable(method := getattr(value, "compute_hash", None)):  # as vLLM's `SupportsHash` has it
+        return str(method())
     raise Unsupported(f"the setting {name!r} has a value of an unknown type: {type(value).__qualname__}")
+
+
+def _plain_table(table: Mapping[Any, Any], neutral: NeutralSettings, name: str, inner: Callable[..., Any]) -> Any:
+    counted = []
+    for key, child in table.items():
+        if neutral.has(name, str(key)):
+            continue
+        plain = inner(child, name, str(key))
+        # A table of neutral settings only is as if it were absent, or None.
+        if (plain != {} or not child) and not (plain in (None, {}) and neutral.has(str(key), "*")):
+            counted.append((key, plain))
+    if all(isinstance(key, str) for key, _ in counted):
+        return dict(counted)
+    return {"pairs": sorted(([inner(key), plain] for key, plain in counted), key=_text_of)}
 
 
 def _text_of(plain: Any) -> str:
@@ -128,8 +134,6 @@ def _table_of(value: Any) -> Mapping[Any, Any] | None:
     """Returns the parts of a value that has parts, or None."""
     if isinstance(value, Mapping):
         return value
-    if isinstance(value, type):
-        return None
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     if isinstance(value, SimpleNamespace):

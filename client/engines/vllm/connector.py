@@ -139,7 +139,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         rank, ranks = self._vllm_config.parallel_config.rank, resolve_ranks(self._vllm_config, parts)
         self._model = InBackground(
             identify_model(self._vllm_config),
-            lambda error: self.log.warn("identity", f"this worker loads and saves nothing: {error}"),
+            lambda error: self._warn("identity", f"this worker loads and saves nothing: {error}"),
         )
         return WorkerSide(
             lambda piece, pin: self._connect(self._worker_namespace, ranks.part(rank, piece), pin),
@@ -182,8 +182,11 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         model = self._model.wait(seconds) if self._model is not None else None
         has_model = model is not None and model == self._worker_namespace.attributes[WEIGHTS]
         if model is not None and not has_model:
-            self.log.warn("identity", "the model's files on this worker's host are not those of the scheduler's host")
+            self._warn("identity", "the model's files on this worker's host are not those of the scheduler's host")
         return has_model
+
+    def _warn(self, kind: str, text: str) -> None:
+        self.log.warn(kind, text)  # noqa: G010 - not a logging.Logger
 
     @property
     def _worker_namespace(self) -> Namespace:
@@ -314,7 +317,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         if digest == self._digest or self._worker is None or parts is None:
             return
         if namespace.attributes["layers"] != parts.digest:
-            self.log.warn("layers", "this worker has other layers than the scheduler expects, so it transfers nothing")
+            self._warn("layers", "this worker has other layers than the scheduler expects, so it transfers nothing")
             return
         self._namespace = namespace
         self._worker.reconnect(digest)

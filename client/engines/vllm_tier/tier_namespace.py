@@ -41,7 +41,11 @@ def prepare_tier_namespace(
     if config.parallel.dcp_size > 1 or config.parallel.pcp_size > 1:
         # Each rank has some of the tokens. The configuration does not say which.
         raise Unsupported("context parallelism is not supported yet")
-    attributes = {"engine": f"vllm {vllm_version}", "row": _row_digest(config, row_bytes), "identity": identity} | SCHEME
+    attributes = {
+        "engine": f"vllm {vllm_version}",
+        "row": _row_digest(config, row_bytes),
+        "identity": identity,
+    } | SCHEME
     attributes_of: Callable[[], dict[str, str]] = dict
     algorithm = revision = ""
     if engine_config is not None:

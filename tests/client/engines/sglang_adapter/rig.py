@@ -17,7 +17,18 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from kvtier.client.engines.sglang import KVTierStorage, storage, storage_config
 from kvtier.client.timeouts import Timeouts
 
-__all__ = ["LAYOUTS", "PAGE", "attach", "await_links", "hashes", "kv_pool", "latent_pool", "mamba_pool", "page_of", "rows"]
+__all__ = [
+    "LAYOUTS",
+    "PAGE",
+    "attach",
+    "await_links",
+    "hashes",
+    "kv_pool",
+    "latent_pool",
+    "mamba_pool",
+    "page_of",
+    "rows",
+]
 
 PAGE = 4
 LAYERS, HEADS, DIM = 3, 2, 8

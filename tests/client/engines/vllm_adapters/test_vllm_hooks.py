@@ -314,3 +314,48 @@ def test_each_part_of_a_model_counts(tmp_path: Path) -> None:
         part.write_bytes(b"1")
         found.add(namespace.identify_model(config)())
     assert len(found) == 4
+
+
+def test_an_idle_step_calls_neither_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an idle step neither half is called, so an idle connector costs no time."""
+    scheduler, worker = _broken(monkeypatch, SCHEDULER), _broken(monkeypatch, WORKER)
+    worker.bind_connector_metadata(StepMetadata())
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    output = SimpleNamespace(
+        kv_connector_worker_meta=worker.build_connector_worker_meta(), finished_recving=set(), failed_recving=set()
+    )
+    scheduler.update_connector_output(output)
+    assert worker.log.kinds == scheduler.log.kinds == []
+
+
+def test_clients_of_peers_pin_their_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads from a server of another host use pinned memory in a worker with a GPU."""
+    made, pin = _broken(monkeypatch, WORKER), object()
+    clients: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        connector, "Client", lambda endpoint, **fields: clients.append({"endpoint": endpoint, **fields})
+    )
+    made._config = replace(made._config, peers=("10.0.0.7:50051",))
+    made._peers(FakeClient(), object(), 0, pin).client("10.0.0.7:50051")
+    assert [(client["endpoint"], client["pin"]) for client in clients] == [("10.0.0.7:50051", pin)]
+
+
+def test_memory_is_pinned_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B4.16 Nothing is pinned while graphs are captured; the first step, of any kind, ends that."""
+    registered: list[tuple[int, int]] = []
+    registrar = SimpleNamespace(register=lambda *span: registered.append(span), unregister=lambda _: None)
+    monkeypatch.setattr(worker, "CudaRegistrar", lambda _: registrar)
+    made = _broken(monkeypatch, WORKER)
+    made._worker = worker.WorkerSide(lambda *_: FakeClient(), [FULL], "ns", 8, made._reports, RateLimitedLog())
+    pin = made._worker._pin_for(torch.device("cuda:0"))
+    assert pin is not None
+    assert made._worker._pin_for(torch.device("cpu")) is None
+    with HostRegion.create(PAGE_BYTES) as region:
+        pinning = pin(region)
+        assert not pinning.pin(0, PAGE_BYTES)
+        made.bind_connector_metadata(StepMetadata())
+        made.start_load_kv(None)
+        assert pinning.pin(0, PAGE_BYTES)
+        assert registered == [(region.address, PAGE_BYTES)]
+        pinning.close()

@@ -120,7 +120,8 @@ def test_until_the_digest_is_known_requests_miss(make: Make, files: Files) -> No
     assert step.namespace.attributes[WEIGHTS] == "digest"
 
 
-def test_requests_that_end_before_the_digest_is_known(make: Make, files: Files) -> None:
+@pytest.mark.usefixtures("files")
+def test_requests_that_end_before_the_digest_is_known(make: Make) -> None:
     """Nothing is registered at a server or handed on, and nothing waits."""
     made = make()
     request = make_request(2, "early", num_computed_tokens=8, kv_transfer_params={"do_remote_decode": True})
@@ -225,7 +226,7 @@ def test_a_worker_with_other_layers_transfers_nothing(make: Make, tmp_path: Path
     assert not worker._worker._usable(StepMetadata(namespace_digest=namespace_digest(namespace)))
 
 
-def test_jobs_of_a_worker_without_the_model_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_of_a_worker_without_the_model_end() -> None:
     """Loads fail, saves store nothing, and each is reported. Later jobs succeed when the files are known."""
     client, reports, has_model = FakeTransfers(), WorkerReports(), [False]
     worker = WorkerSide(

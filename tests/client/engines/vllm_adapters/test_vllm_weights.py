@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from connector_fakes import FakeClient, FakeTransfers, make_request, make_step, scheduler_side
-from handoff_engine import NAMESPACE, BLOCK, FIRST_TURN, ToyEngine
+from handoff_engine import BLOCK, FIRST_TURN, NAMESPACE, ToyEngine
 from harness.polling import wait_until
 from server_process import ServerProcess
 
