@@ -64,7 +64,10 @@ class ServerConfig:
         return config
 
     def check_connection(self) -> None:
-        """Raises ValueError if the endpoint is invalid or needs other credentials. Does not connect."""
+        """Raises ValueError if the endpoint is invalid or needs other credentials.
+
+        Does not connect.
+        """
         try:
             self.credentials.channel(client_endpoint(self.endpoint), ()).close()
         except ValueError as error:

@@ -11,7 +11,7 @@ from harness.long_timeouts import LONG_TIMEOUT_SECONDS
 from harness.long_timeouts import long_timeouts as client_long_timeouts
 
 from kvtier.client.engines.identity import InBackground
-from kvtier.client.engines.vllm import connector
+from kvtier.client.engines.vllm import connector, lora
 from kvtier.client.engines.vllm.scheduler import hold_calls, server_calls
 from kvtier.client.engines.vllm.worker import worker
 from kvtier.client.engines.vllm_tier import manager, transfers
@@ -44,7 +44,7 @@ def long_timeouts() -> Iterator[None]:
         changes.enter_context(client_long_timeouts())
         for module, name in _DEADLINES:
             changes.enter_context(mock.patch.object(module, name, LONG_TIMEOUT_SECONDS))
-        for module in (connector, manager):
+        for module in (connector, lora, manager):
             changes.enter_context(mock.patch.object(module, "InBackground", Awaited))
         yield
 

@@ -1,4 +1,4 @@
-"""Identity of a model's files: each byte counts, and an identity that is not certain is an error."""
+"""Identity of a model's files: each byte counts, and an uncertain identity is an error."""
 
 from __future__ import annotations
 

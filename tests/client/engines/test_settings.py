@@ -101,7 +101,7 @@ def test_neutral_settings_do_not_count(change: dict[str, Any]) -> None:
 
 
 def test_parts_with_a_longer_name() -> None:
-    """`draft_model_config` has the neutral settings of `model_config`, and `remodel_config` has not."""
+    """`draft_model_config` has the neutral settings of `model_config`; `remodel_config` has not."""
     for name, equal in (("draft_model_config", True), ("remodel_config", False)):
         digests = {digest({name: ModelConfig(served_name=served)}) for served in "ab"}
         assert (len(digests) == 1) is equal

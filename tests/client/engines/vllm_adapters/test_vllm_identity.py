@@ -165,7 +165,7 @@ def test_weights_that_change_before_the_digest_is_known(make: Make, files: Files
 
 
 def test_a_reset_that_keeps_the_weights(make: Make, files: Files) -> None:
-    """Before the digest is known there is nothing to empty. The engine then enters the namespace of its files."""
+    """There is nothing to empty. The engine then enters the namespace of its files."""
     made = make(weights_change_on_reset=False)
     assert made.reset_cache()
     files.known.set()
@@ -227,7 +227,7 @@ def test_a_worker_with_other_layers_transfers_nothing(make: Make, tmp_path: Path
 
 
 def test_jobs_of_a_worker_without_the_model_end() -> None:
-    """Loads fail, saves store nothing, and each is reported. Later jobs succeed when the files are known."""
+    """Loads fail, saves store nothing, and each is reported. Later jobs succeed."""
     client, reports, has_model = FakeTransfers(), WorkerReports(), [False]
     worker = WorkerSide(
         lambda *_: client,  # type: ignore[arg-type,return-value]
