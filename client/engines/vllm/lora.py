@@ -48,8 +48,8 @@ class LoraAdapters:
         # By `lora_int_id`: what workers have loaded; None: not known.
         self._loaded: dict[int, _Identity | None] = {}
         self._loading: _Identity | None = None
-        # By name and path: the adapter whose KV vLLM's prefix cache may have; None if it may have KV
-        # of a refused request.
+        # By name and path: the adapter whose KV vLLM's prefix cache may have; None if it may have
+        # KV of a refused request.
         self._cached: dict[tuple[str, str], _Identity | None] = {}
         self._used_since_reset: set[int] = set()
 
@@ -82,7 +82,7 @@ class LoraAdapters:
                 self._refuse(name, "its id was used for another adapter, or its files have changed")
             return None
         fingerprint = self._fingerprints[path][1].value
-        if fingerprint is None:  # not known yet: KV of this request in the prefix cache is of this content
+        if fingerprint is None:  # not known yet; `_cached` has the content that will be known
             return None
         return hashlib.sha256(repr((name, path, fingerprint)).encode()).digest()[:_TAG_BYTES]
 

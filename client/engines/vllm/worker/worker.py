@@ -244,8 +244,6 @@ class WorkerSide:
     def _load(self, job: LoadJob, peers: Sequence[Peers], after: StepMark, queued_at: float) -> None:
         failed = True
         try:
-            if not self._has_model(0.0):
-                raise NotConnected("this worker's files of the model are unknown or others")
             for read in job.reads:
                 for piece, servers in enumerate(peers):
                     self._read(read, piece, servers.client(read.endpoint), after)
@@ -260,6 +258,8 @@ class WorkerSide:
             self._reports.load_ended(job.request_id, failed=failed)
 
     def _read(self, read: BlockRead, piece: int, client: Client, after: StepMark) -> None:
+        if not self._has_model(0.0):
+            raise NotConnected("the files of the model on this worker's host are unknown or others")
         for chunk in self._chunks(read.groups, client):
             if not self._read_by_server(client, read, chunk, after):
                 self._copy_in(client, self._copiers[piece], read, chunk, after)
