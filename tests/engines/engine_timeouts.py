@@ -12,7 +12,7 @@ from harness.long_timeouts import long_timeouts as client_long_timeouts
 
 from kvtier.client.engines.identity import InBackground
 from kvtier.client.engines.vllm import connector, lora
-from kvtier.client.engines.vllm.scheduler import hold_calls, server_calls
+from kvtier.client.engines.vllm.scheduler import hold_calls
 from kvtier.client.engines.vllm.worker import worker
 from kvtier.client.engines.vllm_tier import manager, transfers
 
@@ -24,7 +24,7 @@ _DEADLINES = (
     (manager, "_TRANSFER_SECONDS"),
     (transfers, "_JOB_SECONDS"),
     (manager, "_START_SECONDS"),
-    (server_calls, "_RESET_WAIT_S"),
+    (connector, "_START_SECONDS"),
     (worker, "_CONNECT_WITHIN_S"),
 )
 

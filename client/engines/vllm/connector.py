@@ -14,7 +14,7 @@ from typing import Any
 
 from ....cuda.host.pinning import Pin
 from ....protos.endpoint import client_endpoint
-from ... import Client, EngineAddress, InvalidRequest, Namespace
+from ... import Client, EngineAddress, InvalidRequest, KVTierError, Namespace
 from ...events import EventStream, HeldChange
 from ...handoff import EngineIdentity
 from ...offload import CacheGeometry
@@ -41,6 +41,8 @@ from .worker.reports import WorkerReports
 from .worker.worker import WorkerSide
 
 __all__ = ["KVTierConnector"]
+
+_START_SECONDS = 2.0
 
 
 class KVTierConnector(SchedulerHooks, WorkerHooks):
@@ -169,6 +171,10 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         except Exception as error:
             raise Unsupported(f"the identity of the model is unknown: {error!r}") from error
         client = self._connect(namespace, None)
+        try:
+            client.wait_until_connected(_START_SECONDS)
+        except KVTierError as error:
+            logger.warning("kvtier: no server is connected yet; until then every request is a miss: %s", error)
         logger.info(
             "kvtier: namespace %s, %d KV cache group(s), transport %s",
             namespace_digest(namespace),

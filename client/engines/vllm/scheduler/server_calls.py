@@ -237,6 +237,9 @@ class CacheReset:
     def _renew(self, connect: Callable[[], ServerLink], retire: Client | None) -> None:
         link = connect()
         self._links.append(link)
+        if self._closed.is_set():  # perhaps after `close` has closed the links
+            link.close()
+            return
         if retire is not None:
             # If this fails, the blocks are evicted later. This engine does not find them.
             with suppress(KVTierError):

@@ -175,6 +175,24 @@ def test_a_reset_that_keeps_the_weights(make: Make, files: Files) -> None:
     assert "weights_version" not in step.namespace.attributes
 
 
+def test_an_engine_that_ends_before_the_digest_is_known(
+    make: Make, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client of a digest that comes later is closed."""
+    clients: list[Server] = []
+
+    def connect(_endpoint: Any, *, namespace: Namespace, **_: Any) -> Server:
+        clients.append(Server(namespace))
+        return clients[-1]
+
+    monkeypatch.setattr(connector, "Client", connect)
+    made = make()
+    wait_until(lambda: files.reads == 1)
+    made.shutdown()
+    files.known.set()
+    wait_until(lambda: bool(clients) and not clients[0].connected)
+
+
 # ---- workers
 
 
@@ -306,6 +324,7 @@ def test_a_tier_that_ends_before_the_digest_is_known(
     monkeypatch.setattr(manager.compat, "find_engine_config", lambda _: engine)
     view = memoryview(np.zeros((4, ROW), np.int8))
     tier = KVTierSecondaryTier(SimpleNamespace(config=make_config({})), view, "kvtier")
+    wait_until(lambda: files.reads == 1)
     tier.shutdown()
     files.known.set()
     wait_until(lambda: bool(clients) and not clients[0].connected)
