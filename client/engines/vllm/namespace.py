@@ -111,6 +111,7 @@ NEUTRAL = NeutralSettings(
             *("kv_transfer_config.kv_rank", "kv_transfer_config.kv_parallel_size", "kv_transfer_config.kv_ip"),
             *("kv_transfer_config.kv_port", "kv_transfer_config.kv_buffer_device", "kv_transfer_config.kv_buffer_size"),
             *("kv_transfer_config.kv_connector_extra_config", "kv_transfer_config.kv_connector_module_path"),
+            *("kv_transfer_config.is_kv_consumer", "kv_transfer_config.is_kv_producer"),
             *("kv_transfer_config.kv_load_failure_policy", "instance_id", "ec_transfer_config.engine_id"),
         ),
         "graphs that replay the same kernels, and caches of compiled code": (
