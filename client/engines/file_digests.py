@@ -8,9 +8,11 @@ the user's cache directory, so that a later start of an engine reads no weights.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import json
+import math
 import os
 import struct
 import time
@@ -20,7 +22,7 @@ from pathlib import Path
 
 import xxhash
 
-__all__ = ["content_files", "digest_of_file", "fingerprint_of"]
+__all__ = ["content_files", "digest_of_file", "fingerprint_of", "process_started_at"]
 
 _NEUTRAL_SUFFIXES = frozenset({".gif", ".jpeg", ".jpg", ".lock", ".md", ".pdf", ".png", ".pyc", ".svg"})
 _NEUTRAL_NAMES = frozenset({"LICENSE", "LICENSE.txt", "NOTICE", "NOTICE.txt", "USE_POLICY", "__pycache__"})
@@ -33,7 +35,20 @@ _MAX_THREADS = 8
 _SETTLED_SECONDS = 60.0
 """Age of a change at which a digest is remembered. A file system's clock has ticks of up to two
 seconds, and a process can write to a mapped page for 35 seconds without a new time of the file."""
+_CLOCK_TICKS_SECONDS = 0.1
+_STARTTIME = 19
+"""Number of the start time among the fields after the name in /proc/PID/stat, see proc(5)."""
+_WITH_TIME_OF_CHANGE = frozenset(
+    # ext, xfs, btrfs, tmpfs, overlay, zfs, f2fs, bcachefs; numbers of statfs(2)
+    (0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630, 0x2FC12FC1, 0xF2F52010, 0xCA451A4E)
+)
+"""File systems on which no program can set the time of change. On FAT, and on many file systems
+over a network or in user space, it is the time of modification or a time of another clock."""
 _MAX_REMEMBERED = 4096
+_LOCK_WITHIN_SECONDS = 300.0
+_LOCK_POLL_SECONDS = 0.05
+_TABLE_PLACE = 1 << 62
+"""Place of the lock of the table, behind the places of the files' versions."""
 _LOCK = struct.Struct("hhqqi4x")
 """struct flock: type, whence, start, length, pid"""
 
@@ -44,7 +59,75 @@ def content_files(directory: Path) -> list[Path]:
     These are all files, also those of sub-folders, without hidden ones, texts for people, and
     pictures. Configuration, code and tokenizer count, as they change how weights are used.
     """
-    found: list[Path] = []
+    return sorted(path for folder, names in _folders(directory) for name in names if (path := folder / name).is_file())
+
+
+def fingerprint_of(directory: Path, *, unchanged_since: float = math.inf) -> str:
+    """Returns a hash of the names and bytes of a folder's `content_files`. Raises OSError.
+
+    Copies of one folder have the same hash. If a file changes while it is read, or the folder has
+    changed after `unchanged_since`, this is an OSError.
+    """
+    digest = hashlib.sha256(b"kvtier folder 2")
+    for folder, _ in _folders(directory):
+        _check_age(folder, unchanged_since)
+    files = content_files(directory)
+    for path in files:
+        name = path.relative_to(directory).as_posix().encode(errors="surrogateescape")
+        content = digest_of_file(path, unchanged_since=unchanged_since)
+        digest.update(len(name).to_bytes(4, "little") + name + content.encode())
+    if content_files(directory) != files:
+        raise OSError(f"files were added to {directory}, or removed, while it was read")
+    return digest.hexdigest()
+
+
+def digest_of_file(path: Path, *, unchanged_since: float = math.inf) -> str:
+    """Returns the size and an xxh3-128 hash of all bytes of a file, as text. Raises OSError.
+
+    Reads nothing if the digest is remembered for the file's device, inode, size, and times of
+    modification and change. Reads instead of mapping, because a file that another process truncates
+    would end the engine by SIGBUS. Processes that need the same digests wait for each other.
+    `unchanged_since`: as in `fingerprint_of`.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        version = _version(descriptor)
+        with _cache_of(version) as cache:
+            digest = _read(cache).get(version)
+            if digest is None:
+                digest = _hash(descriptor)
+                if _version(descriptor) == version and _may_remember(descriptor):
+                    _remember(cache, version, digest)
+        if _version(descriptor) != version or not os.path.samestat(path.stat(), os.fstat(descriptor)):
+            raise OSError(f"{path} has changed while it was read")
+        _check_age(path, unchanged_since)
+        return digest
+    finally:
+        os.close(descriptor)
+
+
+def process_started_at() -> float:
+    """Returns the time at which this process began, to compare with times of files.
+
+    The result is up to 0.1 s too late, because the clocks of processes and files have ticks. No
+    engine loads weights that early.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[_STARTTIME]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age + _CLOCK_TICKS_SECONDS
+
+
+def _check_age(path: Path, unchanged_since: float) -> None:
+    """Raises OSError if a file, or a link to it, has changed after this time."""
+    for status in (path.lstat(), path.stat()):
+        if max(status.st_ctime, status.st_mtime) > unchanged_since:
+            raise OSError(
+                f"{path} has changed since the process began, so the loaded content is unknown; restart the engine"
+            )
+
+
+def _folders(directory: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yields a folder and its sub-folders, with the names in each that can count."""
     entered: set[tuple[int, int]] = set()
     for folder, folders, names in os.walk(directory, onerror=_raise, followlinks=True):
         status = Path(folder).stat()
@@ -53,43 +136,7 @@ def content_files(directory: Path) -> list[Path]:
             continue
         entered.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not _is_neutral(name))
-        found += (Path(folder, name) for name in names if not _is_neutral(name))
-    return sorted(path for path in found if path.is_file())
-
-
-def fingerprint_of(directory: Path) -> str:
-    """Returns a hash of the names and bytes of a folder's `content_files`. Raises OSError.
-
-    Copies of one folder have the same hash. A file that changes while it is read is an OSError.
-    """
-    digest = hashlib.sha256(b"kvtier folder 2")
-    for path in content_files(directory):
-        name, content = path.relative_to(directory).as_posix().encode(errors="surrogateescape"), digest_of_file(path)
-        digest.update(len(name).to_bytes(4, "little") + name + content.encode())
-    return digest.hexdigest()
-
-
-def digest_of_file(path: Path) -> str:
-    """Returns the size and an xxh3-128 hash of all bytes of a file, as text. Raises OSError.
-
-    Reads nothing if the digest is remembered for the file's device, inode, size, and times of
-    modification and change. Reads instead of mapping, because a file that another process truncates
-    would end the engine by SIGBUS. Processes that need the same digests wait for each other.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        version = _version(descriptor)
-        with _cache_of(version) as cache:
-            if (known := _read(cache).get(version)) is not None:
-                return known
-            digest = _hash(descriptor)
-            if _version(descriptor) != version:
-                raise OSError(f"{path} has changed while it was read")
-            if time.time() - os.fstat(descriptor).st_ctime >= _SETTLED_SECONDS:
-                _remember(cache, version, digest)
-            return digest
-    finally:
-        os.close(descriptor)
+        yield Path(folder), [name for name in names if not _is_neutral(name)]
 
 
 def _is_neutral(name: str) -> bool:
@@ -101,8 +148,17 @@ def _raise(error: OSError) -> None:
 
 
 def _version(descriptor: int) -> str:
-    status = os.fstat(descriptor)
-    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+    """Names the content of a file. The id of the file system changes if another one is mounted."""
+    status, system = os.fstat(descriptor), os.fstatvfs(descriptor).f_fsid
+    return f"{system}:{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+
+
+def _may_remember(descriptor: int) -> bool:
+    """Whether a change of the file will give it another time of change."""
+    kind = (ctypes.c_long * 32)()
+    if ctypes.CDLL(None).fstatfs(descriptor, kind) or kind[0] not in _WITH_TIME_OF_CHANGE:
+        return False
+    return time.time() - os.fstat(descriptor).st_ctime >= _SETTLED_SECONDS
 
 
 def _hash(descriptor: int) -> str:
@@ -139,11 +195,26 @@ def _cache_of(version: str) -> Iterator[int | None]:
         return
     try:
         # A lock of one byte for each version, so that engines do not wait for other models.
-        place = xxhash.xxh3_64_intdigest(version.encode()) >> 2
-        fcntl.fcntl(cache, fcntl.F_OFD_SETLKW, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
+        _lock(cache, xxhash.xxh3_64_intdigest(version.encode()) >> 2)
         yield cache
     finally:
         os.close(cache)  # which unlocks
+
+
+def _lock(cache: int, place: int) -> bool:
+    """Waits for a lock. Gives up if a process keeps it, for example because it was stopped."""
+    until = time.monotonic() + _LOCK_WITHIN_SECONDS
+    while True:
+        try:
+            fcntl.fcntl(cache, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_LOCK_POLL_SECONDS)
+        except OSError:  # the file system has no locks
+            return False
+        else:
+            return True
 
 
 def _open_cache() -> int:
@@ -167,9 +238,8 @@ def _read(cache: int | None) -> dict[str, str]:
 
 
 def _remember(cache: int | None, version: str, digest: str) -> None:
-    if cache is None:
+    if cache is None or not _lock(cache, _TABLE_PLACE):
         return
-    fcntl.flock(cache, fcntl.LOCK_EX)
     newest = list({**_read(cache), version: digest}.items())[-_MAX_REMEMBERED:]
     with contextlib.suppress(OSError):  # for example a full disk
         os.ftruncate(cache, 0)

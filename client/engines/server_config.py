@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self, get_args
 
 from ...protos.credentials import Credentials
+from ...protos.endpoint import client_endpoint
 from ..session.connection import TransportName
 
 __all__ = ["ServerConfig", "check_number"]
@@ -61,6 +62,16 @@ class ServerConfig:
         config = cls(**values)
         config.check()
         return config
+
+    def check_connection(self) -> None:
+        """Raises ValueError if the endpoint is invalid or needs other credentials.
+
+        Does not connect.
+        """
+        try:
+            self.credentials.channel(client_endpoint(self.endpoint), ()).close()
+        except ValueError as error:
+            raise ValueError(f"kvtier: {error}") from error
 
     def check(self) -> None:
         """Raises ValueError for an invalid value."""

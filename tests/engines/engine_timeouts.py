@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 from harness.long_timeouts import LONG_TIMEOUT_SECONDS
 from harness.long_timeouts import long_timeouts as client_long_timeouts
 
-from kvtier.client.engines.vllm import peers
+from kvtier.client.engines.identity import InBackground
+from kvtier.client.engines.vllm import connector, lora
 from kvtier.client.engines.vllm.scheduler import hold_calls
 from kvtier.client.engines.vllm.worker import worker
 from kvtier.client.engines.vllm_tier import manager, transfers
@@ -21,9 +23,18 @@ _DEADLINES = (
     (manager, "_DRAIN_SECONDS"),
     (manager, "_TRANSFER_SECONDS"),
     (transfers, "_JOB_SECONDS"),
-    (peers, "_START_SECONDS"),
+    (manager, "_START_SECONDS"),
+    (connector, "_START_SECONDS"),
     (worker, "_CONNECT_WITHIN_S"),
 )
+
+
+class Awaited(InBackground[Any]):
+    """Work in the background for which an engine waits, because tests count its first hits."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.wait(LONG_TIMEOUT_SECONDS)
 
 
 @contextlib.contextmanager
@@ -33,6 +44,8 @@ def long_timeouts() -> Iterator[None]:
         changes.enter_context(client_long_timeouts())
         for module, name in _DEADLINES:
             changes.enter_context(mock.patch.object(module, name, LONG_TIMEOUT_SECONDS))
+        for module in (connector, lora, manager):
+            changes.enter_context(mock.patch.object(module, "InBackground", Awaited))
         yield
 
 

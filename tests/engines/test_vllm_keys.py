@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from harness.polling import wait_until
 from tiny_models import make_adapter
 
 from kvtier.client.engines.vllm.background import RateLimitedLog
@@ -79,8 +80,7 @@ def requests(tmp_path_factory: pytest.TempPathFactory) -> dict[Inputs, VllmReque
             ],
             block_hasher=get_request_block_hasher(BLOCK, sha256),
         )
-        tag = adapters.tag_of(adapter) if adapter is not None else b""
-        assert tag is not None
+        tag = wait_until(lambda: adapters.tag_of(adapter)) if adapter is not None else b""
         geometry = CacheGeometry((GROUP,), BLOCK, BLOCK)
         return VllmRequest(request, RequestRegistration("r"), geometry, may_load=True, may_save=True, tag=tag)
 
@@ -116,6 +116,7 @@ def test_adapters_with_one_name_and_other_weights_have_other_keys(tmp_path: Path
     tags = set()
     for seed in (1, 2):
         make_adapter(tmp_path / "adapter", seed=seed)
-        tags.add(LoraAdapters(RateLimitedLog()).tag_of(LoRARequest("adapter", 1, str(tmp_path / "adapter"))))
-    assert None not in tags
+        adapters = LoraAdapters(RateLimitedLog())
+        request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+        tags.add(wait_until(lambda adapters=adapters, request=request: adapters.tag_of(request)))  # type: ignore[misc]
     assert len(tags) == 2

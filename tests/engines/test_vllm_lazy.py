@@ -6,11 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from connector_fakes import FULL, FakeClient, make_request, make_step, single_engine
+from engine_timeouts import Awaited
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvtier.client import make_key
+from kvtier.client.engines.vllm import lora
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
@@ -92,8 +95,9 @@ def test_the_beginning_of_a_block_is_not_saved_for_a_block() -> None:
     side.close()
 
 
-def test_an_adapter_s_free_blocks_are_saved_under_its_tag(tmp_path: Path) -> None:
+def test_an_adapter_s_free_blocks_are_saved_under_its_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A free block does not name its request, so the connector keeps the tags of the hashes."""
+    monkeypatch.setattr(lora, "InBackground", Awaited)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
     adapters = {name: SimpleNamespace(lora_name=name, lora_int_id=1, lora_path=str(tmp_path)) for name in "ab"}
     pool = BlockPool(3, enable_caching=True, hash_block_size=4)

@@ -120,6 +120,7 @@ def world(
     with long_timeouts() if long_timeout else contextlib.nullcontext():
         made = TieringHarness(TieringOffloadingSpec(make_config(extra, groups=groups, **fields)))
     try:
+        wait_until(lambda: made.tier._transfers is not None)  # it connects in the background
         yield made
     finally:
         made.rows = None

@@ -189,7 +189,7 @@ CLIENT_FAULTS = (
     Fault(
         "engines of SGLang with other formats of pages share blocks",
         _SGLANG + "namespaces.py",
-        ', "pools": _digest([pool.describe() for pool in members])}',
+        ', "pools": digest_of_settings([pool.describe() for pool in members])}',
         "}",
     ),
     Fault(
@@ -201,8 +201,8 @@ CLIENT_FAULTS = (
     Fault(
         "a retrained LoRA adapter of SGLang keeps its pages",
         _SGLANG + "namespaces.py",
-        "fingerprint_of(adapter_folder(path))",
-        "str(adapter_folder(path))",
+        "name, path, identify_adapter(path)",
+        "name, path, path",
     ),
     Fault(
         "a clear of SGLang's storage changes nothing",

@@ -7,19 +7,20 @@ supported, the storage logs one warning, and every page is a miss.
 from __future__ import annotations
 
 import functools
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from ... import InvalidRequest, KVTierError, Timeouts
+from ... import KVTierError, Timeouts
 from ..failures import RateLimitedWarnings, Unsupported, never_raises
-from ..identity import namespace_digest
+from ..identity import InBackground, namespace_digest
 from .deadlines import CALL_SECONDS, Deadline, DeadlineClient, ends_in_time
 from .found_pages import Window, restorable_prefixes
 from .links import PoolLink
-from .namespaces import Space, build_spaces
+from .namespaces import Space, prepare_spaces
 from .pools import KV, HostPool
 from .sglang_api import (
     HiCacheStorage,
@@ -60,7 +61,12 @@ class KVTierStorage(HiCacheStorage):
         self._pools: dict[str, Any] = {}
         self._clients: list[DeadlineClient] = []
         self._links: dict[str, PoolLink] = {}
+        self._changing = threading.Lock()
+        self._generation = 0
+        """Number of connections and ends. A connection that is late is closed."""
+        self._connecting: InBackground[bool] | None = None
         self._open = False
+        self._settings.check_connection()
         # All ranks must clear into the same namespace. Other engines must not use this namespace.
         self._name = agree(uuid.uuid4().hex, storage_config.tp_size)
 
@@ -78,40 +84,46 @@ class KVTierStorage(HiCacheStorage):
             self._connect()
 
     def on_host_pools_registered(self) -> None:
-        """Called when the pools at the start are known. Waits up to 2 s for the server."""
+        """Called when the pools at the start are known."""
         self._open = True
         self._connect()
-        for client in self._clients:
-            try:
-                client.wait_until_connected(_START_SECONDS)
-            except KVTierError as error:
-                logger.warning("kvtier: no server is connected yet; the engine starts anyway: %s", error)
 
     def _connect(self) -> None:
-        """Connects in the namespaces of the current pools and version. Ends earlier sessions."""
-        before, self._clients, self._links = self._clients, [], {}
-        try:
-            self._set_up()
-        except Unsupported as reason:
-            logger.warning("kvtier: the storage is disabled, every page is a miss: %s", reason)
-        except InvalidRequest as error:
-            raise ValueError(f"kvtier: {error}") from error
-        except Exception as error:  # noqa: BLE001 - the engine must start without a cache
-            logger.warning("kvtier: the storage is disabled, its set-up failed: %r", error, exc_info=True)
-        finally:
-            for client in before:
-                client.close()
+        """Connects in the namespaces of the current pools and version. Ends earlier sessions.
 
-    def _set_up(self) -> None:
+        SGLang does not wait for this, because it reads the files of the model. Until the storage is
+        connected, every page is a miss.
+        """
+        self.close()
+        try:
+            work = functools.partial(self._open_links, self._prepare(), self._generation)
+            self._connecting = InBackground(work, self._disable)
+        except Exception as error:  # noqa: BLE001 - the engine must start without a cache
+            self._disable(error)
+
+    def _disable(self, error: Exception) -> None:
+        if isinstance(error, Unsupported | OSError):
+            logger.warning("kvtier: the storage is disabled, every page is a miss: %s", error)
+        else:
+            logger.warning("kvtier: the storage is disabled, its set-up failed: %r", error, exc_info=error)
+
+    def _prepare(self) -> Callable[[], list[Space]]:
         pools = [HostPool.probe(name, pool) for name, pool in self._pools.items()]
         version = self._settings.weights_version
         if self._clears:
             version = f"{version}/{self._name}/{self._clears}"
-        spaces = build_spaces(self._config, engine_settings(), self._settings, pools, version)
-        links = {}
-        for space in spaces:
-            client = self._client_of(space)
-            self._clients.append(client)
+        return prepare_spaces(self._config, engine_settings(), self._settings, pools, version)
+
+    def _open_links(self, spaces_of: Callable[[], list[Space]], generation: int) -> bool:
+        """Runs in the background. Returns False if a later connection has replaced this one."""
+        clients: list[DeadlineClient] = []
+        links: dict[str, PoolLink] = {}
+        for space in spaces_of():
+            clients.append(client := self._client_of(space))
+            try:
+                client.wait_until_connected(_START_SECONDS)
+            except KVTierError as error:
+                logger.warning("kvtier: no server is connected yet; until then every page is a miss: %s", error)
             for group, pool in enumerate(space.pools):
                 links[pool.name] = PoolLink(pool, group, client, self._settings, self._stats, self.log)
             logger.info(
@@ -119,7 +131,13 @@ class KVTierStorage(HiCacheStorage):
                 namespace_digest(space.namespace),
                 {pool.name: pool.part_bytes for pool in space.pools},
             )
-        self._links = links
+        with self._changing:
+            is_current = generation == self._generation
+            if is_current:
+                self._clients, self._links = clients, links
+        for client in () if is_current else clients:
+            client.close()
+        return is_current
 
     def _client_of(self, space: Space) -> DeadlineClient:
         return DeadlineClient(
@@ -235,7 +253,9 @@ class KVTierStorage(HiCacheStorage):
 
     def close(self) -> None:
         """Called when SGLang detaches the back end, or ends."""
-        clients, self._clients, self._links = self._clients, [], {}
+        with self._changing:
+            self._generation += 1
+            clients, self._clients, self._links = self._clients, [], {}
         for client in clients:
             client.close()
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from ....cuda.host.pinning import Pin
 from ....protos.endpoint import client_endpoint
-from ... import Client, EngineAddress, InvalidRequest, Namespace
+from ... import Client, EngineAddress, InvalidRequest, KVTierError, Namespace
 from ...events import EventStream, HeldChange
 from ...handoff import EngineIdentity
 from ...offload import CacheGeometry
 from ..failures import Unsupported, never_raises
-from ..identity import namespace_digest, with_weights_version
+from ..identity import WEIGHTS, InBackground, namespace_digest, with_weights_version
 from .background import RateLimitedLog, logger
 from .compat import (
     KVConnectorHandshakeMetadata,
@@ -31,8 +31,8 @@ from .compat import (
 from .config import ConnectorConfig
 from .groups import divide_pages, is_known_to_scheduler, resolve_geometry
 from .hooks import SchedulerHooks, WorkerHooks
-from .namespace import build_namespace
-from .peers import Peers, ServerLink, address_of, wait_for_server
+from .namespace import identify_model, prepare_namespace
+from .peers import Peers, ServerLink, address_of
 from .ranks import Parts, merge_stages, parts_of, pieces_of, resolve_ranks, worker_number
 from .scheduler.scheduler import SchedulerSide
 from .stats import ConnectorStats, KVTierPromMetrics, TransferCounters
@@ -41,6 +41,8 @@ from .worker.reports import WorkerReports
 from .worker.worker import WorkerSide
 
 __all__ = ["KVTierConnector"]
+
+_START_SECONDS = 2.0
 
 
 class KVTierConnector(SchedulerHooks, WorkerHooks):
@@ -65,10 +67,13 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         self._kv_caches: dict[str, Any] = {}
         self._own_parts: Parts | None = None
         self._all_parts: Parts | None = None
+        # Identity of the model's files on this worker's host.
+        self._model: InBackground[str] | None = None
         self._namespace: Namespace | None = None
+        self._digest = ""
         warn = logger.warning if role == KVConnectorRole.SCHEDULER else logger.debug
         self._config = ConnectorConfig.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {}, warn)
-        self._weights_version = self._config.weights_version
+        self._config.check_connection()
         try:
             self._set_up()
         except Unsupported as reason:
@@ -101,25 +106,21 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
     def _make_scheduler_side(self, geometry: CacheGeometry, parts: Parts) -> SchedulerSide:
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
-        namespace, config = self._build_namespace(geometry, parts), self._config
-        link = self._link(namespace, self._weights_version)
-        wait_for_server(link.client)
+        config = self._config
+        # The engine does not wait for digests of files, so this is called in the background.
+        namespace_of = functools.cache(
+            prepare_namespace(self._vllm_config, self._kv_cache_config, geometry, parts, config.tenant)
+        )
         if config.peers and client_endpoint(config.advertise or config.endpoint).is_loopback:
             logger.warning(
                 "kvtier: `peers` are on other hosts, but engines there cannot reach this engine's server at %s: set `advertise`",
                 self._address[0],
             )
-        logger.info(
-            "kvtier: namespace %s, %d KV cache group(s), transport %s",
-            link.digest,
-            len(geometry.groups),
-            link.client.transport,
-        )
         watch_engine_core(self)
         return SchedulerSide(
-            link.client,
+            None,
             geometry,
-            link.digest,
+            "",
             config,
             resolve_ranks(self._vllm_config, parts).workers,
             may_load=transfer.is_kv_consumer,
@@ -129,21 +130,23 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             publish_events=_publishes_events(self._vllm_config),
             open_stream=self._open_stream if config.watch_events else None,
             identity=EngineIdentity(
-                link.client.engine_id, *self._address, self._vllm_config.parallel_config.tensor_parallel_size
+                str(transfer.engine_id), *self._address, self._vllm_config.parallel_config.tensor_parallel_size
             ),
-            peers=link.peers,
-            connect=functools.partial(self._link, namespace),
+            connect=functools.partial(self._link, namespace_of),
             batched_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens if config.lazy_offload else 0,
         )
 
     def _make_worker_side(self, geometry: CacheGeometry, parts: Parts) -> WorkerSide:
         assert self._kv_cache_config is not None
         rank, ranks = self._vllm_config.parallel_config.rank, resolve_ranks(self._vllm_config, parts)
-        self._namespace = self._build_namespace(geometry, parts)
+        self._model = InBackground(
+            identify_model(self._vllm_config),
+            lambda error: self._warn("identity", f"this worker loads and saves nothing: {error}"),
+        )
         return WorkerSide(
             lambda piece, pin: self._connect(self._worker_namespace, ranks.part(rank, piece), pin),
             geometry.groups,
-            namespace_digest(self._worker_namespace),
+            "",
             self._kv_cache_config.num_blocks,
             self._reports,
             self.log,
@@ -153,22 +156,48 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             peers_of=lambda piece, own, pin: self._peers(own, self._worker_namespace, ranks.part(rank, piece), pin),
             route_of=cuda_route if self._config.transport in {"auto", "cuda_ipc"} else None,
             pieces=parts.pieces,
+            has_model=self._has_model,
         )
 
-    def _link(self, namespace: Namespace, version: str) -> ServerLink:
-        """Returns the scheduler's clients for weights of this version."""
-        namespace = with_weights_version(namespace, version)
+    def _link(self, namespace_of: Callable[[], Namespace], version: str) -> ServerLink:
+        """Returns the scheduler's clients for weights of this version. Runs in the background.
+
+        Raises Unsupported or OSError if the namespace cannot be known.
+        """
+        try:
+            namespace = with_weights_version(namespace_of(), version)
+        except (Unsupported, OSError):
+            raise
+        except Exception as error:
+            raise Unsupported(f"the identity of the model is unknown: {error!r}") from error
         client = self._connect(namespace, None)
-        return ServerLink(version, namespace_digest(namespace), client, self._peers(client, namespace, None))
+        try:
+            client.wait_until_connected(_START_SECONDS)
+        except KVTierError as error:
+            logger.warning("kvtier: no server is connected yet; until then every request is a miss: %s", error)
+        logger.info(
+            "kvtier: namespace %s, %d KV cache group(s), transport %s",
+            namespace_digest(namespace),
+            len(namespace.groups),
+            client.transport,
+        )
+        return ServerLink(version, namespace, client, self._peers(client, namespace, None))
+
+    def _has_model(self, seconds: float) -> bool:
+        """Whether this worker's host has the files of the namespace. Waits for the digest."""
+        model = self._model.wait(seconds) if self._model is not None else None
+        has_model = model is not None and model == self._worker_namespace.attributes[WEIGHTS]
+        if model is not None and not has_model:
+            self._warn("identity", "the model's files on this worker's host are not those of the scheduler's host")
+        return has_model
+
+    def _warn(self, kind: str, text: str) -> None:
+        self.log.warn(kind, text)  # noqa: G010 - not a logging.Logger
 
     @property
     def _worker_namespace(self) -> Namespace:
         assert self._namespace is not None
-        return with_weights_version(self._namespace, self._weights_version)
-
-    def _build_namespace(self, geometry: CacheGeometry, parts: Parts) -> Namespace:
-        assert self._kv_cache_config is not None
-        return build_namespace(self._vllm_config, self._kv_cache_config, geometry, parts, self._config.tenant)
+        return self._namespace
 
     @property
     def _address(self) -> tuple[str, int]:
@@ -261,7 +290,6 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         if self._worker is None and self._geometry is not None:
             worker = self._make_worker_side(self._geometry, parts)
             self._register(worker)
-            worker.wait_for_server()
             self._worker = worker
 
     # ---- weights and adapters that change (see watch_engine_core)
@@ -290,17 +318,16 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             self._scheduler.adapters.loaded(adapter)
 
     @never_raises()
-    def _adopt_weights(self, version: str) -> None:
-        before = self._weights_version
-        if version == before:
+    def _adopt_namespace(self, namespace: Namespace, digest: str) -> None:
+        parts = self._all_parts or self._own_parts
+        if digest == self._digest or self._worker is None or parts is None:
             return
-        self._weights_version = version
-        try:
-            if self._worker is not None:
-                self._worker.reconnect(namespace_digest(self._worker_namespace))
-        except BaseException:
-            self._weights_version = before  # so that the next step tries again
-            raise
+        if namespace.attributes["layers"] != parts.digest:
+            self._warn("layers", "this worker has other layers than the scheduler expects, so it transfers nothing")
+            return
+        self._namespace = namespace
+        self._worker.reconnect(digest)
+        self._digest = digest  # if the line above raises, the next step tries again
 
     # ---- statistics and shutdown
 

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
+from ... import Namespace
 from ...offload import LoadJob
 from ..failures import Unsupported, never_raises
 from .background import RateLimitedLog, logger
@@ -217,8 +218,8 @@ class WorkerHooks(KVConnectorBase_V1):
         step = self._connector_metadata
         if isinstance(step, StepMetadata) and step.parts is not None:
             self._adopt_parts(step.parts)
-        if isinstance(step, StepMetadata) and step.weights_version is not None:
-            self._adopt_weights(step.weights_version)
+        if isinstance(step, StepMetadata) and step.namespace is not None:
+            self._adopt_namespace(step.namespace, step.namespace_digest)
         if self._worker is not None:
             self._worker.serving = True
         if isinstance(step, StepMetadata) and step.loads and not self._start_loads(step):
@@ -229,8 +230,8 @@ class WorkerHooks(KVConnectorBase_V1):
         """Sets up the worker with the parts of all workers. Only the first call has an effect."""
 
     @abstractmethod
-    def _adopt_weights(self, version: str) -> None:
-        """Connects the worker in the namespace of another version of the weights."""
+    def _adopt_namespace(self, namespace: Namespace, digest: str) -> None:
+        """Connects the worker in the scheduler's namespace, if it is another one than before."""
 
     @never_raises(lambda: False)
     def _start_loads(self, step: StepMetadata) -> bool:

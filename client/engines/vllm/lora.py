@@ -8,7 +8,10 @@ The scheduler's process reads the files, but the engine computes with the conten
 loaded. The connector sees a load in `EngineCore.add_lora`. It takes sizes and times of the files
 before the load and compares them after it. An adapter that no such call has loaded is loaded by the
 workers in the first step of its first request, so the connector takes those of the files when this
-request arrives. In these cases requests with the adapter are neither loaded nor saved:
+request arrives. The files are read in the background, because the engine does not wait. In these
+cases requests with the adapter are neither loaded nor saved:
+
+- The files have not been read yet.
 
 - The files have changed since that moment or during the load, the load failed, or another adapter
   has the same id. Workers load an id once, unless each request says `load_inplace`.
@@ -24,15 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from ..file_digests import content_files, fingerprint_of
-from ..identity import adapter_folder
+from ..identity import InBackground, adapter_folder
 from .background import RateLimitedLog
 
 __all__ = ["LoraAdapters"]
 
 _TAG_BYTES = 16
 
-_Stamp = tuple[tuple[str, int, int, int], ...]
-_Identity = tuple[str, str, _Stamp, str]
+_Stamp = tuple[tuple[str, int, int, int, int, int], ...]
+_Identity = tuple[str, str, _Stamp]
 
 
 class LoraAdapters:
@@ -40,14 +43,14 @@ class LoraAdapters:
 
     def __init__(self, log: RateLimitedLog) -> None:
         self._log = log
-        # By path: sizes and times of the files, and the fingerprint that they had then.
-        self._fingerprints: dict[str, tuple[_Stamp, str]] = {}
+        # By path: sizes and times of the files, and the fingerprint that they have.
+        self._fingerprints: dict[str, tuple[_Stamp, InBackground[str]]] = {}
         # By `lora_int_id`: what workers have loaded; None: not known.
         self._loaded: dict[int, _Identity | None] = {}
         self._loading: _Identity | None = None
-        # By name and path: fingerprint of the adapter whose KV vLLM's prefix cache may have; "" if
-        # it may have KV of a refused request.
-        self._cached: dict[tuple[str, str], str] = {}
+        # By name and path: the adapter whose KV vLLM's prefix cache may have; None if it may have
+        # KV of a refused request.
+        self._cached: dict[tuple[str, str], _Identity | None] = {}
         self._used_since_reset: set[int] = set()
 
     def loads(self, adapter: Any) -> bool:
@@ -73,11 +76,13 @@ class LoraAdapters:
             self._loaded[number] = identity
         self._used_since_reset.add(number)
         name, path = str(adapter.lora_name), str(adapter.lora_path)
-        fingerprint = identity[-1] if identity is not None and self._loaded[number] == identity else ""
-        if not fingerprint or self._cached.setdefault((name, path), fingerprint) != fingerprint:
-            self._cached[name, path] = ""
+        if identity is None or not identity == self._loaded[number] == self._cached.setdefault((name, path), identity):
+            self._cached[name, path] = None
             if identity is not None:
                 self._refuse(name, "its id was used for another adapter, or its files have changed")
+            return None
+        fingerprint = self._fingerprints[path][1].value
+        if fingerprint is None:  # not known yet; `_cached` has the content that will be known
             return None
         return hashlib.sha256(repr((name, path, fingerprint)).encode()).digest()[:_TAG_BYTES]
 
@@ -90,14 +95,19 @@ class LoraAdapters:
         name, path = str(adapter.lora_name), str(adapter.lora_path)
         try:
             folder = adapter_folder(path)
-            stamp = tuple((file.name, *_stamp(file)) for file in content_files(folder))
-            known = self._fingerprints.get(path)
-            if known is None or known[0] != stamp:
-                known = self._fingerprints[path] = (stamp, fingerprint_of(folder))
+            stamp = tuple((str(file), *_stamp(file)) for file in content_files(folder))
         except OSError as error:
             self._refuse(name, f"its files cannot be read: {error}")
             return None
-        return name, path, *known
+        known = self._fingerprints.get(path)
+        if known is None or known[0] != stamp:
+            self._fingerprints[path] = (stamp, self._read(name, folder))
+        return name, path, stamp
+
+    def _read(self, name: str, folder: Path) -> InBackground[str]:
+        return InBackground(
+            lambda: fingerprint_of(folder), lambda error: self._refuse(name, f"its files cannot be read: {error}")
+        )
 
     def _refuse(self, name: str, reason: str) -> None:
         self._log.warn(
@@ -107,6 +117,6 @@ class LoraAdapters:
         )
 
 
-def _stamp(file: Path) -> tuple[int, int, int]:
+def _stamp(file: Path) -> tuple[int, int, int, int, int]:
     status = file.stat()
-    return status.st_size, status.st_mtime_ns, status.st_ino
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev

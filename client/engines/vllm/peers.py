@@ -11,18 +11,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ....protos.endpoint import client_endpoint
-from ... import Client, KVTierError, Unavailable
+from ... import Client, Namespace, Unavailable
 from ...handoff import RemoteRequest
-from .background import logger
 
-__all__ = ["OWN", "Peers", "ServerLink", "address_of", "wait_for_server"]
+__all__ = ["OWN", "NoClient", "Peers", "ServerLink", "address_of"]
 
 OWN = ""
 """This engine's own server in `BlockRead.endpoint` and `Peers`."""
 
 Address = tuple[str, int]
-
-_START_SECONDS = 2.0
 
 
 def address_of(endpoint: str | None, advertise: str | None = None) -> Address:
@@ -31,12 +28,15 @@ def address_of(endpoint: str | None, advertise: str | None = None) -> Address:
     return (parsed.host, parsed.port) if parsed.path is None else (f"unix:{parsed.path}", 0)
 
 
-def wait_for_server(client: Client) -> None:
-    """Waits up to 2 s at the engine's start, so that the first requests find a connected server."""
-    try:
-        client.wait_until_connected(_START_SECONDS)
-    except KVTierError as error:
-        logger.warning("kvtier: no server is connected yet; the engine starts anyway: %s", error)
+class NoClient:
+    """Stands for the client of an engine whose namespace is not known yet."""
+
+    connected = False
+    epoch: int | None = None
+    max_keys: int | None = None
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 class Peers:
@@ -87,10 +87,10 @@ class Peers:
 
 @dataclass(frozen=True)
 class ServerLink:
-    """Clients of a scheduler in one namespace. `digest`: digest of the namespace."""
+    """Clients of a scheduler in one namespace."""
 
     weights_version: str
-    digest: str
+    namespace: Namespace
     client: Client
     peers: Peers
 

@@ -6,27 +6,29 @@ lock. Hooks make no remote call and do not raise. Only `drain_jobs` and `shutdow
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ....cuda.host.copy import address_of
-from ... import Client, InvalidRequest, OffloadPolicy, Timeouts
+from ... import Client, KVTierError, Namespace, OffloadPolicy, Timeouts
 from ..failures import Unsupported, never_raises
-from ..identity import namespace_digest, with_weights_version
+from ..identity import InBackground, namespace_digest, with_weights_version
 from ..server_config import ServerConfig
 from ..vllm.background import BackgroundThreads, RateLimitedLog, leave_compute_cores, logger
-from ..vllm.peers import wait_for_server
 from . import compat
 from .compat import JobResult, Locality, LookupResult, RequestOffloadingContext, SecondaryTierManager
 from .tier_lookups import Answer, TierLookups, TierRequest
-from .tier_namespace import build_tier_namespace
+from .tier_namespace import prepare_tier_namespace
 from .transfers import EnginePrimaryTier, Job, Transfers
 
 __all__ = ["KVTierSecondaryTier", "ManagerConfig"]
 
 _DRAIN_SECONDS = 5.0
+_START_SECONDS = 2.0
 _TRANSFER_SECONDS = 10.0
 # A lookup mostly waits for the server. With one thread, a burst of requests would queue.
 _LOOKUP_THREADS = 8
@@ -83,45 +85,58 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._to_send: dict[int, TierRequest] = {}
         self._refused: list[int] = []
         self._client: Client | None = None
+        self._connecting, self._closed = threading.Lock(), False
         self._lookups: TierLookups | None = None
         self._transfers: Transfers | None = None
+        self._settings.check_connection()
         try:
             self._set_up(offloading_spec.config, primary_kv_view)
-        except Unsupported as reason:
-            logger.warning("kvtier: the tier is disabled, every request is a miss: %s", reason)
-        except InvalidRequest as error:
-            raise ValueError(f"kvtier: {error}") from error
         except Exception as error:  # noqa: BLE001 - the engine must start without a cache
-            logger.warning("kvtier: the tier is disabled, its set-up failed: %r", error, exc_info=True)
+            self._disable(error)
+
+    def _disable(self, error: Exception) -> None:
+        if isinstance(error, Unsupported | OSError):
+            logger.warning("kvtier: the tier is disabled, every request is a miss: %s", error)
+        else:
+            logger.warning("kvtier: the tier is disabled, its set-up failed: %r", error, exc_info=error)
 
     def _set_up(self, config: Any, view: memoryview) -> None:
         address, size = address_of(view, writable=True)
         primary = EnginePrimaryTier(address, size // len(view), len(view))
         engine_config = compat.find_engine_config(config.engine_id)
         settings = self._settings
-        namespace = build_tier_namespace(
+        namespace_of = prepare_tier_namespace(
             config, engine_config, primary.row_bytes, tenant=settings.tenant, identity=settings.identity
         )
+        engine_id = str(config.engine_id)
+        InBackground(lambda: self._connect(namespace_of(), engine_id, primary), self._disable)
+
+    def _connect(self, namespace: Namespace, engine_id: str, primary: EnginePrimaryTier) -> None:
+        """Runs in the background, because the engine does not wait for digests of files."""
+        settings = self._settings
         namespace = with_weights_version(namespace, settings.weights_version)
-        self._client = client = Client(
+        client = Client(
             settings.endpoint,
             namespace=namespace,
             name="vllm-tiering",
-            engine_id=str(config.engine_id),
+            engine_id=engine_id,
             transport=settings.transport,
             timeouts=Timeouts(transfer=_TRANSFER_SECONDS),
             credentials=settings.credentials,
         )
-        wait_for_server(client)
+        with contextlib.suppress(KVTierError):
+            client.wait_until_connected(_START_SECONDS)
         on_start = leave_compute_cores if compat.current_platform.is_cpu() else None
         threads = functools.partial(BackgroundThreads, log=self.log, on_start=on_start)
-        self._lookups = TierLookups(
-            client, settings.lookup_timeout_s, self.log, threads("lookup", threads=_LOOKUP_THREADS)
-        )
-        self._lookups.ask_policies()
-        self._transfers = Transfers(
-            client, primary, self._lookups, self.log, (threads("load", threads=2), threads("store", threads=2))
-        )
+        lookups = TierLookups(client, settings.lookup_timeout_s, self.log, threads("lookup", threads=_LOOKUP_THREADS))
+        lookups.ask_policies()
+        pairs = (threads("load", threads=2), threads("store", threads=2))
+        transfers = Transfers(client, primary, lookups, self.log, pairs)
+        with self._connecting:
+            self._client, self._lookups, self._transfers = client, lookups, transfers
+            closed = self._closed
+        if closed:
+            self._close()
         logger.info(
             "kvtier: namespace %s, rows of %d bytes, transport %s",
             namespace_digest(namespace),
@@ -259,6 +274,11 @@ class KVTierSecondaryTier(SecondaryTierManager):
     @never_raises()
     def shutdown(self) -> None:
         """Called once at the end of the process, before the primary tier is unmapped."""
+        with self._connecting:
+            self._closed = True
+        self._close()
+
+    def _close(self) -> None:
         if self._transfers is not None:
             self._transfers.close(_DRAIN_SECONDS)
         if self._lookups is not None:

@@ -11,42 +11,49 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 from ... import Group, Namespace
 from ..failures import Unsupported
+from ..identity import SCHEME
 from ..vllm.compat import vllm_version
 from ..vllm.groups import require_reproducible_hashes
-from ..vllm.namespace import model_attributes
+from ..vllm.namespace import describe_engine
 
-__all__ = ["build_tier_namespace"]
+__all__ = ["prepare_tier_namespace"]
 
 _LAYOUT = "vllm-tiering"
 _PROCESS_FIELDS = frozenset({"engine_id", "extra_config", "enable_kv_cache_events"})
 _REPLICA_FIELDS = frozenset({"rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local"})
 
 
-def build_tier_namespace(
+def prepare_tier_namespace(
     config: Any, engine_config: Any, row_bytes: int, *, tenant: str = "", identity: str = ""
-) -> Namespace:
-    """Returns the namespace of rows of `row_bytes` bytes under an OffloadingConfig.
+) -> Callable[[], Namespace]:
+    """Returns a function that returns the namespace of rows of `row_bytes` bytes.
 
-    `engine_config` is the engine's VllmConfig or None. If it is None, `identity` replaces it: the
-    operator then guarantees reproducible block hashes and no LoRA adapters.
-    Raises Unsupported if equal keys could have different bytes, OSError for an unreadable model.
+    `config` is vLLM's OffloadingConfig, `engine_config` its VllmConfig or None. If it is None,
+    `identity` replaces it: the operator then guarantees reproducible block hashes and no LoRA
+    adapters. Raises Unsupported if equal keys could have different bytes. The function also reads
+    files and raises OSError.
     """
     if config.parallel.dcp_size > 1 or config.parallel.pcp_size > 1:
         # Each rank has some of the tokens. The configuration does not say which.
         raise Unsupported("context parallelism is not supported yet")
-    attributes = {"engine": f"vllm {vllm_version}", "row": _row_digest(config, row_bytes), "identity": identity}
+    attributes = {
+        "engine": f"vllm {vllm_version}",
+        "row": _row_digest(config, row_bytes),
+        "identity": identity,
+    } | SCHEME
+    attributes_of: Callable[[], dict[str, str]] = dict
     algorithm = revision = ""
     if engine_config is not None:
         require_reproducible_hashes(engine_config.cache_config)
         if engine_config.lora_config is not None:
             # A block hash covers the adapter's name, not its weights. A tier sees no adapters.
             raise Unsupported("LoRA adapters are enabled, but different adapters with one name would share blocks")
-        # `config` has only the element type of the cache, not of the model.
-        attributes |= model_attributes(engine_config) | {"dtype": str(engine_config.model_config.dtype)}
+        attributes_of = describe_engine(engine_config)
         algorithm = engine_config.cache_config.prefix_caching_hash_algo
         revision = str(engine_config.model_config.revision or "")
     elif not identity:
@@ -55,7 +62,7 @@ def build_tier_namespace(
             " table, to a different text for each model, revision, quantization and set of overrides"
             " (it also asserts that prefix_caching_hash_algo is reproducible and that there are no LoRA adapters)"
         )
-    return Namespace(
+    namespace = Namespace(
         model=str(config.model.name),
         dtype=str(config.model.dtype),
         hash_scheme=f"vllm:{algorithm}:{config.cache.tokens_per_hash}",
@@ -63,8 +70,8 @@ def build_tier_namespace(
         revision=revision,
         groups=_groups(config, row_bytes),
         tenant=tenant,
-        attributes=attributes,
     )
+    return lambda: dataclasses.replace(namespace, attributes=attributes | attributes_of())
 
 
 def _groups(config: Any, row_bytes: int) -> tuple[Group, ...]:

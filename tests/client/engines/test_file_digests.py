@@ -3,7 +3,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -194,3 +196,79 @@ def test_engines_do_not_wait_for_another_model(tmp_path: Path) -> None:
             assert digest_of_file(paths[1]).startswith("1:")
     finally:
         os.close(descriptor)
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_file_system_whose_time_of_change_can_be_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashed: list[int]
+) -> None:
+    """As FAT, and file systems in user space: digests are not remembered."""
+    monkeypatch.setattr(file_digests, "_WITH_TIME_OF_CHANGE", frozenset())
+    path = tmp_path / "w.bin"
+    path.write_bytes(b"weights")
+    assert digest_of_file(path) == digest_of_file(path)
+    assert len(hashed) == 2
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_file_system_that_is_mounted_instead_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashed: list[int]
+) -> None:
+    """Files of two file systems can have equal device, inode, size and times."""
+    path, real = tmp_path / "w.bin", os.fstatvfs
+    path.write_bytes(b"weights")
+    for number in (1, 2):
+        monkeypatch.setattr(os, "fstatvfs", lambda fd, number=number: SimpleNamespace(f_fsid=real(fd).f_fsid + number))
+        digest_of_file(path)
+        digest_of_file(path)
+    assert len(hashed) == 2
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("kind", ["owner", "link", "torn"])
+def test_a_cache_that_cannot_be_trusted(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, kind: str, hashed: list[int]
+) -> None:
+    """A file of another user, a link to a file elsewhere, or one whose writer was killed."""
+    path = tmp_path / "w.bin"
+    path.write_bytes(b"weights")
+    digest_of_file(path)
+    match kind:
+        case "owner":
+            monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        case "link":
+            cache.rename(tmp_path / "elsewhere")
+            cache.symlink_to(tmp_path / "elsewhere")
+        case "torn":
+            content = cache.read_bytes()
+            assert content.endswith(b"}")
+            cache.write_bytes(content[:-1])
+    assert digest_of_file(path).startswith("7:")
+    assert len(hashed) == 2
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_stopped_process_does_not_keep_others_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashed: list[int]
+) -> None:
+    """A process that was stopped keeps the lock of a file. Others hash the file after a while."""
+    monkeypatch.setattr(file_digests, "_LOCK_WITHIN_SECONDS", 0.0)
+    path = tmp_path / "w.bin"
+    path.write_bytes(b"weights")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with file_digests._cache_of(file_digests._version(descriptor)):
+            assert digest_of_file(path).startswith("7:")
+    finally:
+        os.close(descriptor)
+    assert len(hashed) == 1
+
+
+@pytest.mark.usefixtures("settled")
+def test_engines_that_start_together_read_a_file_once(tmp_path: Path, hashed: list[int]) -> None:
+    path = tmp_path / "w.bin"
+    with path.open("wb") as file:
+        file.truncate(64 * MIB)
+    with ThreadPoolExecutor(8) as engines:
+        digests = list(engines.map(digest_of_file, [path] * 8))
+    assert len(set(digests)) == len(hashed) == 1

@@ -199,6 +199,20 @@ def test_preemption_frees_no_block_that_is_being_saved() -> None:
     assert rest.block_ids == [22]
 
 
+def test_a_save_of_blocks_that_requests_use_is_no_reason_to_wait() -> None:
+    """B4.12: its end frees no block, so the engine preempts a request at once."""
+    pool = FakePool()
+    planner, progress = Saves(pool), SaveProgress()
+    assert not planner.planner.blocks_awaiting_save_only(planner.now)
+    job = planner.plan(Request(3), progress, 12, [[7, 8, 9]])
+    planner.planner.sent([job], planner.now)
+    assert not planner.planner.blocks_awaiting_save_only(planner.now)
+    pool.release([8])
+    assert planner.planner.blocks_awaiting_save_only(planner.now), "one block suffices"
+    planner.report({job.job_id: 1})
+    assert not planner.planner.blocks_awaiting_save_only(planner.now), "no save is in flight"
+
+
 def test_a_job_without_a_report_expires() -> None:
     """B5.6: its blocks are released and offered again, and a late report changes nothing."""
     pool = FakePool()

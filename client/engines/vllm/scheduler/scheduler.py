@@ -10,9 +10,9 @@ import functools
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
-from .... import Client
+from .... import Client, Namespace
 from ....handoff import EngineIdentity, FinishedRequest
 from ....offload import (
     CacheGeometry,
@@ -22,11 +22,12 @@ from ....offload import (
     OffloadOptions,
     ScheduledRequest,
 )
+from ...identity import namespace_digest
 from ..background import RateLimitedLog
 from ..compat import CacheHitSource, KVCacheEvent
 from ..config import ConnectorConfig
 from ..lora import LoraAdapters
-from ..peers import Peers, ServerLink
+from ..peers import NoClient, Peers, ServerLink
 from ..request_settings import RequestSettings
 from ..stats import TransferCounters
 from ..worker.reports import SAVE_LOST_AFTER_S, StepMetadata, WorkerReport
@@ -46,14 +47,15 @@ class SchedulerSide:
     `batched_tokens`: maximum number of tokens in a step; 0 if lazy mode is off. `publish_events`:
     whether vLLM's settings enable KV events. `open_stream`: opens the stream of the server's
     events; None to publish only this engine's own stores. `connect`: connects in the namespace of
-    another version of the weights; None if the namespace never changes.
+    a version of the weights; None if the namespace never changes. `client`: None if the namespace
+    is not known yet. Every request is then a miss until `connect` has returned.
     """
 
     def __init__(
         self,
-        client: Client,
+        client: Client | None,
         geometry: CacheGeometry,
-        namespace_digest: str,
+        digest: str,
         config: ConnectorConfig,
         world_size: int,
         *,
@@ -65,11 +67,14 @@ class SchedulerSide:
         publish_events: bool = False,
         open_stream: OpenStream | None = None,
         identity: EngineIdentity,
-        peers: Peers,
+        peers: Peers | None = None,
         connect: Callable[[str], ServerLink] | None = None,
     ) -> None:
+        self._linked = client is not None
+        client = client or cast("Client", NoClient())
+        peers = peers or Peers(client)
         self._geometry = geometry
-        self._digest = namespace_digest
+        self._digest = digest
         self._log = log
         self._may_load = may_load
         self._may_save = may_save
@@ -77,11 +82,11 @@ class SchedulerSide:
         self.adapters = LoraAdapters(log)
         self._counters = counters or TransferCounters()
         self._events = KVEvents(geometry.groups, open_stream, enabled=publish_events)
-        self._events.follow(client)
         self._server = LookupService(
             client, geometry, config.lookup_timeout_s, log, self._counters, self._transfers_ended
         )
         self._client, self._peers = client, peers
+        self._namespace: Namespace | None = None
         self._weights_change_on_reset = config.weights_change_on_reset
         self._first_version = self._weights_version = config.weights_version
         self._connect = connect
@@ -109,6 +114,11 @@ class SchedulerSide:
         # Number of blocks of each load in flight, by request id.
         self._loading: dict[str, int] = {}
         self._resetting = False
+        if self._linked:
+            self._events.follow(client)
+        else:  # as if a reset had begun, because requests miss and nothing is saved until it ends
+            self._resetting = True
+            self._core.reset()
 
     def bind_pool(self, block_pool: Any) -> None:
         self._pool.bind(block_pool)
@@ -176,7 +186,7 @@ class SchedulerSide:
             namespace_digest=self._digest,
             idle=is_idle,
             sent_at=time.time(),
-            weights_version=self._weights_version,
+            namespace=self._namespace,
         )
 
     def loads_reported(self, finished_loads: Iterable[str], failed_loads: Iterable[str]) -> None:
@@ -279,12 +289,14 @@ class SchedulerSide:
     def _transfers_ended(self) -> None:
         """Called by the core when no transfer from before a reset is in flight (B4.13)."""
         connect = self._connect
-        if connect is None or not self._weights_changed:
+        if connect is not None and not self._linked and not self._weights_changed:
+            self._server.resets.renew(lambda: connect(self._first_version), None)
+        elif connect is None or not self._weights_changed:
             self._server.empty_cpu_tier()
         elif self._reset_is_complete:
             version = f"reset {uuid.uuid4().hex}"
             # Other engines may use the namespace in which this engine started.
-            shared = self._weights_version == self._first_version
+            shared = self._weights_version == self._first_version or not self._linked
             self._server.resets.renew(lambda: connect(version), None if shared else self._client)
         else:
             self._log.warn(
@@ -301,8 +313,10 @@ class SchedulerSide:
 
         link = self._server.resets.take_link(close_old)
         if link is not None:
+            self._linked = True
             self._client, self._peers = link.client, link.peers
-            self._digest, self._weights_version = link.digest, link.weights_version
+            self._namespace, self._weights_version = link.namespace, link.weights_version
+            self._digest = namespace_digest(link.namespace)
             self._server.use(link.client)
             self._handoffs.use(link.peers)
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from .... import Client, InvalidRequest, KVTierError, Lease, LimitExceeded
+from ...failures import Unsupported
 from ..background import BackgroundThreads, RateLimitedLog, logger
 from ..peers import ServerLink
 from .requests import RequestRegistration, plain_params
@@ -175,7 +176,11 @@ class CacheReset:
         self._start(lambda: self._empty(client))
 
     def renew(self, connect: Callable[[], ServerLink], retire: Client | None) -> None:
-        """Starts to connect in another namespace, and to retire the namespace of `retire`."""
+        """Starts to connect in another namespace, and to retire the namespace of `retire`.
+
+        If `connect` raises Unsupported or OSError, the namespace cannot be known. The reset then
+        never ends.
+        """
         self._start(lambda: self._renew(connect, retire))
 
     def supersede(self) -> None:
@@ -216,6 +221,9 @@ class CacheReset:
             try:
                 work()
                 break
+            except (Unsupported, OSError) as reason:
+                self._log.warn("identity", f"the connector is disabled, every request is a miss: {reason}")
+                return
             except Exception as error:  # noqa: BLE001 - no lookup may find stale blocks
                 self._log.warn("reset", f"a reset failed; every request is a miss until the reset succeeds: {error!r}")
                 self._closed.wait(_RESET_RETRY_S)
@@ -229,6 +237,9 @@ class CacheReset:
     def _renew(self, connect: Callable[[], ServerLink], retire: Client | None) -> None:
         link = connect()
         self._links.append(link)
+        if self._closed.is_set():  # perhaps after `close` has closed the links
+            link.close()
+            return
         if retire is not None:
             # If this fails, the blocks are evicted later. This engine does not find them.
             with suppress(KVTierError):

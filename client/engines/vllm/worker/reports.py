@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from .... import Namespace
 from ....offload import LoadJob, SaveJob
 from ....session.fork_guard import ForkGuarded
 from ..compat import KVConnectorMetadata, KVConnectorTransferResults, KVConnectorWorkerMetadata
@@ -39,8 +40,8 @@ class StepMetadata(KVConnectorMetadata):
     `idle`: the step computes nothing, so a worker may wait a moment for its copies. `sent_at`: wall
     clock time at which the scheduler sent the step. A worker that was stopped for a while uses it
     to recognize old saves. `parts`: the parts of all workers, if a worker cannot compute them.
-    `weights_version`: version in the namespace of the scheduler; None after a failure. `is_lost`:
-    the scheduler failed to plan the step, so jobs of this step may be missing.
+    `namespace`: namespace of the scheduler; None if it is not known yet, or after a failure.
+    `is_lost`: the scheduler failed to plan the step, so jobs of this step may be missing.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -49,7 +50,7 @@ class StepMetadata(KVConnectorMetadata):
     idle: bool = False
     sent_at: float = math.inf
     parts: Parts | None = None
-    weights_version: str | None = None
+    namespace: Namespace | None = None
     is_lost: bool = False
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 import torch
 
 from .....cuda.host.pinning import CudaRegistrar, Pin, PinError, Pinning
-from .... import AccessDenied, Client, InvalidRequest, KVTierError, StoreStatus, UnsupportedServer
+from .... import AccessDenied, Client, InvalidRequest, KVTierError, NotConnected, StoreStatus, UnsupportedServer
 from ....events import describe_blocks
 from ....offload import BlockRead, CacheGroup, LoadJob, SaveJob
 from ..background import BackgroundThreads, RateLimitedLog, leave_compute_cores
@@ -42,6 +42,8 @@ class WorkerSide:
 
     `pieces`: number of parts of a block that this worker holds, each with an equal share of the KV
     heads. Each part has a client of its own: `connect` gets the number of the part in this worker.
+    `namespace_digest`: "" if the namespace is not known yet; see `reconnect`. `has_model`: whether
+    the worker has the model of the namespace; waits for the answer for a number of seconds.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class WorkerSide:
         peers_of: Callable[[int, Client, Pin | None], Peers] = lambda _piece, own, _pin: Peers(own),
         route_of: RouteOf | None = cuda_route,
         pieces: int = 1,
+        has_model: Callable[[float], bool] = lambda _seconds: True,
     ) -> None:
         self._connect = connect
+        self._has_model = has_model
         self._peers_of = peers_of
         self._pieces = pieces
         self._peers: tuple[Peers, ...] = ()
@@ -86,7 +90,7 @@ class WorkerSide:
         """Whether the engine has begun its first step. From then on it captures no CUDA graphs."""
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Creates views of the KV tensors. The first call also connects to the server.
+        """Creates views of the KV tensors. The first call also connects, if the namespace is known.
 
         Called again if the tensors are replaced. Raises Unsupported if the layout is not supported.
         """
@@ -103,25 +107,24 @@ class WorkerSide:
         route_of = self._route_of if self._pieces == 1 else None
         self._route = route_of(layouts[0], device, self._log) if route_of is not None else None
         self.resume()
-        if self._clients:
-            self._register_route()
-            return
-        self._pin = self._pin_for(device)
-        self._open_clients()
-        self._on_start = leave_compute_cores if device.type == "cpu" else None
-        self._threads = (
-            BackgroundThreads("load", self._log, on_start=self._on_start),
-            BackgroundThreads("save", self._log, on_start=self._on_start),
-        )
+        if self._threads is None:
+            self._pin = self._pin_for(device)
+            self._on_start = leave_compute_cores if device.type == "cpu" else None
+            self._threads = (
+                BackgroundThreads("load", self._log, on_start=self._on_start),
+                BackgroundThreads("save", self._log, on_start=self._on_start),
+            )
+            if self._digest:
+                self._open_clients()
         self._register_route()
 
     def reconnect(self, namespace_digest: str) -> None:
-        """Connects in another namespace, because the engine's weights have changed.
+        """Connects in a namespace: the first one, or another after a change of the weights.
 
         Jobs of earlier steps keep the old client, so that they store nothing in the new namespace.
         They fail when this client is closed.
         """
-        if self._clients:
+        if self._threads is not None:
             clients, peers = self._clients, self._peers
             self._open_clients()
             self._register_route()
@@ -232,8 +235,8 @@ class WorkerSide:
 
     # ---- on background threads
 
-    @staticmethod
-    def _await_connection(clients: Sequence[Client]) -> None:
+    def _await_connection(self, clients: Sequence[Client]) -> None:
+        self._has_model(_CONNECT_WITHIN_S)
         with suppress(KVTierError):
             for client in clients:
                 client.wait_until_connected(_CONNECT_WITHIN_S)
@@ -255,6 +258,8 @@ class WorkerSide:
             self._reports.load_ended(job.request_id, failed=failed)
 
     def _read(self, read: BlockRead, piece: int, client: Client, after: StepMark) -> None:
+        if not self._has_model(0.0):
+            raise NotConnected("the files of the model on this worker's host are unknown or others")
         for chunk in self._chunks(read.groups, client):
             if not self._read_by_server(client, read, chunk, after):
                 self._copy_in(client, self._copiers[piece], read, chunk, after)
@@ -281,7 +286,8 @@ class WorkerSide:
         not_stored = set(range(len(job.keys)))
         try:
             # After a failure saves pause, so that they do not hold blocks while a server hangs.
-            if time.monotonic() >= self._saves_paused_until and all(client.connected for client in clients):
+            connected = self._has_model(0.0) and all(client.connected for client in clients)
+            if connected and time.monotonic() >= self._saves_paused_until:
                 for chunk in self._chunks(job.groups, clients[0]):
                     if time.monotonic() >= write_until:
                         # The scheduler will soon give up the job and reuse its blocks (B5.6).

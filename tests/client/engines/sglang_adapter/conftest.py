@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import sglang_stand_in
 from harness.server_process import ServerProcess
+
+from kvtier.client.engines import identity
 
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 if not HAS_SGLANG:
@@ -29,6 +32,7 @@ def no_clears(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtier.client.engines.sglang import KVTierStorage
 
     monkeypatch.setattr(KVTierStorage, "_clears", 0)
+    monkeypatch.setattr(identity, "process_started_at", lambda: math.inf)
 
 
 @pytest.fixture

@@ -17,7 +17,18 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from kvtier.client.engines.sglang import KVTierStorage, storage, storage_config
 from kvtier.client.timeouts import Timeouts
 
-__all__ = ["LAYOUTS", "PAGE", "attach", "hashes", "kv_pool", "latent_pool", "mamba_pool", "page_of", "rows"]
+__all__ = [
+    "LAYOUTS",
+    "PAGE",
+    "attach",
+    "await_links",
+    "hashes",
+    "kv_pool",
+    "latent_pool",
+    "mamba_pool",
+    "page_of",
+    "rows",
+]
 
 PAGE = 4
 LAYERS, HEADS, DIM = 3, 2, 8
@@ -129,7 +140,14 @@ def attach(
         for name, pool in zip((PoolName.KV, PoolName.MAMBA), pools, strict=False):
             attached.register_mem_host_pool_v2(pool, name)
         attached.on_host_pools_registered()
+        await_links(attached)
         yield attached
+
+
+def await_links(storage: KVTierStorage) -> None:
+    """Waits until the storage has read the model's files and is connected."""
+    if storage._connecting is not None:
+        storage._connecting.wait(120)
 
 
 def extra_config(**more: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness.server_process import ServerProcess
-from rig import attach, hashes, kv_pool, latent_pool, mamba_pool, page_of, rows
+from rig import attach, await_links, hashes, kv_pool, latent_pool, mamba_pool, page_of, rows
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
 from kvtier.client.engines.sglang.found_pages import SEARCH_PAGES, Window, restorable_prefixes
@@ -69,6 +69,7 @@ def test_a_pool_may_come_later(server: ServerProcess) -> None:
     with attach(server.endpoint, kv_pool(seed=1)) as storage:
         assert storage.batch_set_v2([state(KEYS[:1], 4)]) == {PoolName.MAMBA: [False]}
         storage.register_mem_host_pool_v2(mamba_pool(seed=2), PoolName.MAMBA)
+        await_links(storage)
         assert storage.batch_set_v1(KEYS[:1], rows(0)) == [True]
         assert storage.batch_set_v2([state(KEYS[:1], 4)]) == {PoolName.MAMBA: [True]}
         assert storage.batch_exists_v2(KEYS, [state(["?"])]).kv_hit_pages == 1

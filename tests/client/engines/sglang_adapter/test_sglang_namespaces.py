@@ -58,6 +58,20 @@ def test_a_retrained_adapter_shares_no_pages(server: ServerProcess, tmp_path: Pa
     assert pages_found(server, adapters(one, two)) == 0
 
 
+def test_engines_of_other_weights_share_no_pages(server: ServerProcess, tmp_path: Path) -> None:
+    """The content of a folder counts, and the commit of a model on a hub; the name of both is "tiny"."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"1")
+    local = {"model": {"model_path": str(model), "revision": None}}
+    store_pages(server, local)
+    assert pages_found(server, local) == 6
+    (model / "model.safetensors").write_bytes(b"2")
+    assert pages_found(server, local) == 0
+    store_pages(server, {})
+    assert pages_found(server, {"model": {"revision": "b" * 40}}) == 0
+
+
 def test_arguments_that_change_the_kv(server: ServerProcess) -> None:
     """Each argument counts unless it is known to be neutral, also one of a later SGLang."""
     store_pages(server, {})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from harness.polling import wait_until
 from harness.server_process import ServerProcess
-from rig import LAYOUTS, PAGE, attach, hashes, kv_pool, latent_pool, page_of, rows
+from rig import LAYOUTS, PAGE, attach, await_links, hashes, kv_pool, latent_pool, page_of, rows
 
 from kvtier.client.engines.sglang import KVTierStorage, links
 
@@ -148,6 +148,8 @@ def test_clearing_hides_all_tiers(server: ServerProcess) -> None:
             storage.clear()
             assert storage.batch_exists(KEYS) == 0
             assert storage.batch_get_v1(KEYS, rows(*range(6))) == [False] * 6
+            await_links(storage)
+            assert storage.batch_exists(KEYS) == 0
             assert all(storage.batch_set_v1(KEYS, rows(*range(6))))
             assert storage.batch_exists(KEYS) == 6
         assert other.batch_exists(KEYS) == 6
@@ -193,3 +195,15 @@ def test_rows_must_fit_the_keys(server: ServerProcess) -> None:
         assert other.batch_get_v1(KEYS, rows(0, 1)) == [False] * 6
         assert other.batch_set_v1(KEYS, rows(0)[: PAGE - 1]) == [False] * 6
         assert not any(page_of(pool, 0))
+
+
+def test_pages_must_keep_their_size(server: ServerProcess) -> None:
+    """If a host pool gives pages of another size than at the start, no byte is copied."""
+    ours, theirs = kv_pool(seed=1), kv_pool()
+    with attach(server.endpoint, ours) as storage, attach(server.endpoint, theirs) as other:
+        storage.batch_set_v1(KEYS[:2], rows(0, 1))
+        ours.head_num = theirs.head_num = 1  # half of the bytes
+        assert other.batch_get_v1(KEYS[:2], rows(0, 1)) == [False] * 2
+        assert storage.batch_set_v1(KEYS[2:], rows(2, 3, 4, 5)) == [False] * 4
+        assert other.batch_exists(KEYS) == 2
+    assert not theirs.kv_buffer.any()

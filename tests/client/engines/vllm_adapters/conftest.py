@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vllm_stand_in
 
+from kvtier.client.engines import identity
+from kvtier.client.engines.identity import InBackground
+
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 if not HAS_VLLM:
     vllm_stand_in.install()
+
+
+@pytest.fixture(autouse=True)
+def later_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets tests write the files of a model: engines begin after that, this process before."""
+    monkeypatch.setattr(identity, "process_started_at", lambda: math.inf)
+
+
+class Awaited(InBackground[Any]):
+    """A digest for which its reader waits."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.wait(60)
+
+
+@pytest.fixture
+def digests_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes adapters known at their first use."""
+    from kvtier.client.engines.vllm import lora
+
+    monkeypatch.setattr(lora, "InBackground", Awaited)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

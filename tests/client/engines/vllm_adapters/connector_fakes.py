@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from harness.polling import wait_until
+
 from kvtier.client import KeyStatus, OffloadPolicy, StoreStatus
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
@@ -28,6 +30,7 @@ __all__ = [
     "FakeClient",
     "FakePool",
     "FakeTransfers",
+    "await_namespace",
     "close_when_idle",
     "make_request",
     "make_step",
@@ -113,6 +116,7 @@ def scheduler_side(
     world_size: int = 1,
     *,
     may_load: bool = True,
+    may_save: bool = True,
     counters: TransferCounters | None = None,
     events: bool = False,
     connect: Callable[[str], ServerLink] | None = None,
@@ -130,7 +134,7 @@ def scheduler_side(
         ConnectorConfig(lookup_timeout_s=60.0, claim_timeout_s=60.0, kv_lease_duration=3600.0, **settings),
         world_size,
         may_load=may_load,
-        may_save=True,
+        may_save=may_save,
         log=RateLimitedLog(),
         counters=counters,
         publish_events=events,
@@ -148,6 +152,16 @@ def scheduler_side(
     ):
         threads.close(WAIT_SECONDS)
     side.close()
+
+
+def await_namespace(made: Any) -> None:
+    """Waits until a scheduler's connector has read the model's files and is connected."""
+
+    def is_linked() -> bool:
+        made._scheduler._process_answers()
+        return bool(made._scheduler._linked)
+
+    wait_until(is_linked)
 
 
 class HashedRequest(VllmRequest):

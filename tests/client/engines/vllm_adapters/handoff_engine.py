@@ -102,7 +102,7 @@ class ToyEngine:
         self.scheduler = SchedulerSide(
             link.client,
             CacheGeometry((FULL,), BLOCK, BLOCK),
-            link.digest,
+            namespace_digest(link.namespace),
             self.config,
             1,
             may_load=self.may_load,
@@ -117,7 +117,7 @@ class ToyEngine:
         self.worker = WorkerSide(
             lambda *_: self._connect(self.endpoint, self._workers_version),
             [FULL],
-            link.digest,
+            namespace_digest(link.namespace),
             BLOCKS,
             self.reports,
             log,
@@ -199,8 +199,9 @@ class ToyEngine:
     def step(self, **scheduled: int) -> None:
         """One step of the engine with its workers, without compute."""
         step = self.scheduler.build_step(make_step(self._tables, **scheduled))
-        if step.weights_version not in (None, self._workers_version):
-            self._workers_version = step.weights_version
+        version = self.scheduler._weights_version
+        if step.namespace is not None and version != self._workers_version:
+            self._workers_version = version
             self.worker.reconnect(step.namespace_digest)
         self.worker.start_loads(step)
         self.worker.start_saves(step)
@@ -277,8 +278,7 @@ class ToyEngine:
 
     def _link(self, version: str) -> ServerLink:
         own = self._connect(self.endpoint, version)
-        digest = namespace_digest(with_weights_version(NAMESPACE, version))
-        return ServerLink(version, digest, own, self._peers(own, version))
+        return ServerLink(version, with_weights_version(NAMESPACE, version), own, self._peers(own, version))
 
     def _connect(self, endpoint: str, version: str) -> Client:
         namespace, timeouts = with_weights_version(NAMESPACE, version), Timeouts(connect=60, call=60)

@@ -193,6 +193,20 @@ def test_all_held_blocks_are_offered_once_more() -> None:
         assert sorted(key for save in saves for key in save.keys) == sorted(KEYS)
 
 
+@pytest.mark.parametrize("flagged", [True, False])
+def test_a_hand_off_is_stored_in_every_role(*, flagged: bool) -> None:
+    """B2.8 A request that is handed on is saved step by step, also by an engine that saves no other."""
+    client = HoldsClient()
+    with scheduler_side(client, may_save=False) as (scheduler, _):
+        request = make_request(6, kv_transfer_params={"do_remote_decode": True} if flagged else None)
+        scheduler.new_request(request)
+        wait_until(lambda: scheduler.matched_tokens(request, 0) == (0, False))
+        scheduler.blocks_allocated(request, TABLE, 0)
+        wait_until(lambda: not scheduler._requests["r"].registration.voting)
+        saves = scheduler.build_step(make_step({"r": TABLE}, r=12)).saves
+        assert [save.keys for save in saves] == ([KEYS[:3]] if flagged else [])
+
+
 @pytest.mark.parametrize(
     ("fields", "tokens"),
     [({"num_output_placeholders": 4}, 20), ({"num_tokens": 20, "num_output_placeholders": 0}, 20), ({}, 24)],

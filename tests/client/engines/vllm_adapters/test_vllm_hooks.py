@@ -242,23 +242,24 @@ def test_a_typo_in_the_endpoint_stops_the_start(monkeypatch: pytest.MonkeyPatch)
     """Only invalid settings may raise."""
     plain = namespace.Namespace("m", "d", ())
     monkeypatch.setattr(connector, "resolve_geometry", lambda *_: CacheGeometry((FULL,), 4, 4))
-    monkeypatch.setattr(connector, "build_namespace", lambda *_: plain)
+    monkeypatch.setattr(connector, "prepare_namespace", lambda *_: lambda: plain)
     with pytest.raises(ValueError, match="kvtier: "):
         KVTierConnector(_config(endpoint="unix:"), SCHEDULER, SimpleNamespace(num_blocks=8))
 
 
 @pytest.mark.parametrize("role", [SCHEDULER, WORKER])
-@pytest.mark.parametrize("error", [PermissionError("config.json"), KeyError("a defect"), Unsupported("so")])
+@pytest.mark.parametrize("error", [KeyError("a defect"), Unsupported("so")])
 def test_a_set_up_that_fails_disables_the_connector(
     monkeypatch: pytest.MonkeyPatch, role: Any, error: Exception
 ) -> None:
-    """Unreadable files of a model disable the connector; the engine starts."""
+    """The engine starts without a cache."""
 
     def fail(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(connector, "resolve_geometry", lambda *_: None)
-    monkeypatch.setattr(connector, "build_namespace", fail)
+    monkeypatch.setattr(connector, "prepare_namespace", fail)
+    monkeypatch.setattr(connector, "identify_model", fail)
     made: Any = KVTierConnector(_config(), role, SimpleNamespace())
     assert made._scheduler is None
     assert made._worker is None
@@ -283,25 +284,36 @@ def test_without_prefix_caching_the_connector_disables_itself(monkeypatch: pytes
 # ---- which weights
 
 
-def _model(**fields: Any) -> Any:
+def _weights_of(**fields: Any) -> str:
     config = SimpleNamespace(_commit_hash=fields.pop("commit", None))
-    return SimpleNamespace(**{"model": "org/name", "revision": None, "hf_config": config} | fields)
+    model = SimpleNamespace(**{"model": "org/name", "revision": None, "hf_config": config} | fields)
+    return namespace.identify_model(SimpleNamespace(model_config=model, speculative_config=None))()
 
 
-def test_the_namespace_knows_the_weights_of_a_hub_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The commit identifies a model's weights, from any source; without one it is refused."""
+def test_the_namespace_knows_the_weights_of_a_hub_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit identifies a model that is not in the local cache; without one it is refused."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert namespace._weights_of(_model(commit="a" * 40)) == "commit " + "a" * 40
-    assert namespace._weights_of(_model(revision="b" * 40, commit="a" * 40)) == "commit " + "b" * 40
-    assert namespace._weights_of(_model(revision="v1")) == "revision v1"
-    with pytest.raises(Unsupported, match="revision"):
-        namespace._weights_of(_model())
-    with pytest.raises(Unsupported, match="revision"):
-        namespace._weights_of(_model(commit="a" * 40, hf_config_path="elsewhere"))
-    (tmp_path / "config.json").write_text("{}")
-    first = namespace._weights_of(_model(model=str(tmp_path)))
-    (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    assert namespace._weights_of(_model(model=str(tmp_path))) != first
+    assert _weights_of(commit="a" * 40) == "commit " + "a" * 40
+    assert _weights_of(revision="b" * 40, commit="a" * 40) == "commit " + "b" * 40
+    for unknown in ({}, {"revision": "v1"}, {"commit": "a" * 40, "hf_config_path": "elsewhere"}):
+        with pytest.raises(Unsupported, match="revision"):
+            _weights_of(**unknown)
+
+
+def test_each_part_of_a_model_counts(tmp_path: Path) -> None:
+    """Weights can be in another place than the configuration, and a draft model has its own."""
+    parts = {}
+    for name in ("model", "weights", "draft"):
+        (tmp_path / name).mkdir()
+        parts[name] = tmp_path / name / "w.bin"
+    model = SimpleNamespace(model=str(tmp_path / "model"), revision=None, model_weights=str(tmp_path / "weights"))
+    draft = SimpleNamespace(model=str(tmp_path / "draft"), revision=None)
+    config = SimpleNamespace(model_config=model, speculative_config=SimpleNamespace(draft_model_config=draft))
+    found = {namespace.identify_model(config)()}
+    for part in parts.values():
+        part.write_bytes(b"1")
+        found.add(namespace.identify_model(config)())
+    assert len(found) == 4
 
 
 def test_an_idle_step_calls_neither_half(monkeypatch: pytest.MonkeyPatch) -> None:

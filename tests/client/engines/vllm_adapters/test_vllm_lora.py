@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,18 @@ from typing import Any
 import pytest
 from connector_fakes import UNKNOWN_ADAPTER, FakeClient, make_request, make_step, scheduler_side
 from handoff_engine import BLOCK, FIRST_TURN, ToyEngine
+from harness.polling import wait_until
 from server_process import ServerProcess
 
+from kvtier.client.engines.file_digests import fingerprint_of
+from kvtier.client.engines.identity import InBackground
+from kvtier.client.engines.vllm import lora
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.lora import LoraAdapters
 from kvtier.client.engines.vllm.worker.reports import WorkerReport
+
+pytestmark = pytest.mark.usefixtures("digests_are_awaited")
 
 PROMPT = list(range(100, 100 + 4 * BLOCK + 1))
 LAST = 1  # the engine always computes the last token
@@ -121,6 +128,46 @@ def test_an_adapter_that_is_loaded_in_place_is_identified_after_a_reset(tmp_path
     assert adapters.tag_of(again) is None
     adapters.reset()
     assert adapters.tag_of(again) not in (None, first)
+
+
+def test_until_an_adapter_is_read_its_requests_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine does not wait. Its prefix cache has KV of the content that is then known."""
+    write(tmp_path / "a", "1")
+    known = threading.Event()
+    monkeypatch.setattr(lora, "InBackground", InBackground)
+    monkeypatch.setattr(lora, "fingerprint_of", lambda folder: known.wait(60) and fingerprint_of(folder))
+    adapters, used = LoraAdapters(RateLimitedLog()), adapter("a", tmp_path / "a")
+    assert not adapters.loads(used)
+    adapters.loaded(used)
+    assert adapters.tag_of(used) is None
+    known.set()
+    wait_until(lambda: adapters.tag_of(used) is not None)
+    known.clear()
+    other = LoraAdapters(RateLimitedLog())
+    assert other.tag_of(used) is None
+    write(tmp_path / "a", "2")
+    replacing = adapter("a", tmp_path / "a", 2)
+    assert other.tag_of(replacing) is None
+    known.set()
+    assert other._fingerprints[str(tmp_path / "a")][1].wait(60)
+    assert other.tag_of(replacing) is None, "the prefix cache has KV of the old content"
+
+
+def test_a_change_with_the_old_size_and_time_is_noticed(tmp_path: Path) -> None:
+    """A program can set the time of modification, but not the time of change."""
+    write(tmp_path / "a", "1")
+    adapters, used = LoraAdapters(RateLimitedLog()), adapter("a", tmp_path / "a")
+    assert adapters.tag_of(used) is not None
+    path = tmp_path / "a" / "adapter_model.safetensors"
+    status = path.stat()
+
+    def is_written() -> bool:  # until the file system's clock has moved on
+        path.write_text("2")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        return path.stat().st_ctime_ns != status.st_ctime_ns
+
+    wait_until(is_written)
+    assert adapters.tag_of(used) is None
 
 
 def test_events_name_an_adapter_s_blocks_as_vllm_does(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from connector_fakes import await_namespace
+from engine_config import engine_config
 from engine_timeouts import LONG_TIMEOUT_SECONDS, long_timeouts
 from harness.polling import wait_until
 from server_process import ServerProcess
@@ -78,54 +80,25 @@ class Engine:
             if (metadata := worker.get_handshake_metadata()) is not None:
                 told[divmod(rank, self.tensor)] = pickle.loads(pickle.dumps(metadata))  # noqa: S301 - our own
         self.scheduler.set_xfer_handshake_metadata_pp_aware(told)
+        if self.scheduler._scheduler is not None:
+            await_namespace(self.scheduler)
         for worker in self.workers:
+            self.step(worker, [], [])
             for client in worker._worker._clients if worker._worker is not None else ():
                 client.wait_until_connected(LONG_TIMEOUT_SECONDS)
 
     def config(self, rank: int) -> Any:
-        transfer = SimpleNamespace(
-            kv_connector_extra_config={"endpoint": self.server.endpoint, "kv_parts": self.kv_parts},
-            kv_load_failure_policy="recompute",
-            is_kv_consumer=True,
-            is_kv_producer=True,
-            engine_id=self.name,
-        )
-        parallel = SimpleNamespace(
-            **{
+        return engine_config(
+            str(self.folder),
+            {"endpoint": self.server.endpoint, "kv_parts": self.kv_parts},
+            kv_transfer={"engine_id": self.name},
+            parallel={
                 "world_size": self.tensor * len(self.stages),
                 "rank": rank,
                 "tensor_parallel_size": self.tensor,
                 "pipeline_parallel_size": len(self.stages),
-                "decode_context_parallel_size": 1,
-                "data_parallel_rank": 0,
                 **self.ranks,
-            }
-        )
-        cache = SimpleNamespace(
-            enable_prefix_caching=True,
-            prefix_caching_hash_algo="sha256",
-            block_size=TOKENS,
-            prefix_match_unit=None,
-            cache_dtype="auto",
-        )
-        model = SimpleNamespace(
-            model=str(self.folder),
-            dtype=torch.float32,
-            revision=None,
-            quantization=None,
-            hf_overrides={},
-            max_model_len=64,
-        )
-        return SimpleNamespace(
-            kv_transfer_config=transfer,
-            parallel_config=parallel,
-            cache_config=cache,
-            model_config=model,
-            speculative_config=None,
-            attention_config=None,
-            load_config=SimpleNamespace(load_format="auto"),
-            device_config=SimpleNamespace(device_type="cpu"),
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+            },
         )
 
     def cache(self, layers: list[list[str]], *, merged: bool = False) -> KVCacheConfig:
@@ -158,8 +131,9 @@ class Engine:
     # ---- what an engine does
 
     def step(self, worker: KVTierConnector, loads: list[LoadJob], saves: list[SaveJob]) -> None:
-        digest = self.scheduler._scheduler._digest if self.scheduler._scheduler is not None else ""
-        step = StepMetadata(loads, saves, digest, parts=self.scheduler._all_parts)
+        side = self.scheduler._scheduler
+        digest, namespace = (side._digest, side._namespace) if side is not None else ("", None)
+        step = StepMetadata(loads, saves, digest, parts=self.scheduler._all_parts, namespace=namespace)
         worker.bind_connector_metadata(pickle.loads(pickle.dumps(step)))  # noqa: S301 - our own
         worker.start_load_kv(None)
         worker.wait_for_save()

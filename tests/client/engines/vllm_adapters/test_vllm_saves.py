@@ -93,6 +93,24 @@ def test_blocks_of_a_failed_load_are_computed_and_saved() -> None:
         scheduler.saves_reported(WorkerReport({save.job_id: 1}))
 
 
+def test_a_load_is_sent_although_the_saves_of_its_step_cannot_be_planned() -> None:
+    """B4.8 Its request waits for the load. The blocks that were not saved are saved in a later step."""
+    client = FakeClient({make_key(bytes([number]) * 32, 0) for number in range(2)})
+    with scheduler_side(client) as (scheduler, _):
+        loading, running = make_request(3, "loading"), make_request(2, "running", skip_reading_prefix_cache=True)
+        for request in (loading, running):
+            scheduler.new_request(request)
+        wait_until(lambda: scheduler.matched_tokens(loading, 0) == (8, True))
+        wait_until(lambda: not scheduler._requests["running"].registration.voting)
+        scheduler.blocks_allocated(loading, [[7, 8, 9]], 8)
+        step = make_step({}, running=8)  # the block table of the running request is missing
+        (load,) = scheduler.build_step(step).loads
+        assert [(read.indices, read.block_ids) for read in load.reads] == [([0, 1], [7, 8])]
+        (save,) = scheduler.build_step(make_step({"running": [[4, 5]]}, running=8)).saves
+        assert save.block_ids == [4, 5]
+        scheduler.saves_reported(WorkerReport({save.job_id: 1}))
+
+
 def test_a_preempted_request_offers_its_blocks_anew() -> None:
     """B4.12 Preempted requests are in the step's output; they recompute into other blocks."""
     with scheduler_side(FakeClient()) as (scheduler, pool):

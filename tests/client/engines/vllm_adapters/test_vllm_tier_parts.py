@@ -17,14 +17,14 @@ from tier_fixtures import KEYS, ROW, TierParts, make_config, make_tier_parts, re
 from vllm.config import VllmConfig
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from kvtier.client import LeaseLost, NotConnected, StoreStatus, TierFilter
+from kvtier.client import LeaseLost, Namespace, NotConnected, StoreStatus, TierFilter
 from kvtier.client.engines.failures import Unsupported
 from kvtier.client.engines.identity import namespace_digest
 from kvtier.client.engines.vllm.scheduler import server_calls
 from kvtier.client.engines.vllm_tier import KVTierSecondaryTier, compat, transfers
 from kvtier.client.engines.vllm_tier.manager import ManagerConfig
 from kvtier.client.engines.vllm_tier.tier_lookups import Answer
-from kvtier.client.engines.vllm_tier.tier_namespace import build_tier_namespace
+from kvtier.client.engines.vllm_tier.tier_namespace import prepare_tier_namespace
 
 
 def _lose_lease_1(lease: int) -> None:
@@ -235,6 +235,10 @@ def test_settings_are_checked_at_start() -> None:
     for wrong in ({"identity": 1}, {"locality": "near"}, {"transport": "rdma"}, {"lookup_timeout_s": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ManagerConfig.parse(wrong, warnings.append)
+
+
+def build_tier_namespace(*arguments: Any, **options: Any) -> Namespace:
+    return prepare_tier_namespace(*arguments, **options)()
 
 
 def _engine(**fields: Any) -> Any:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from connector_fakes import FakeClient, FakeTransfers, make_request, make_step, scheduler_side
-from handoff_engine import BLOCK, FIRST_TURN, ToyEngine
+from handoff_engine import BLOCK, FIRST_TURN, NAMESPACE, ToyEngine
 from harness.polling import wait_until
 from server_process import ServerProcess
 
 from kvtier.client import NotConnected
+from kvtier.client.engines.identity import namespace_digest, with_weights_version
 from kvtier.client.engines.vllm import compat
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.peers import Peers, ServerLink
@@ -174,7 +175,8 @@ class Links:
         client: Any = FakeClient()
         client.wait_until_connected = lambda _: None
         self.clients[version] = client
-        return ServerLink(version, f"ns of {version}", client, Peers(client, [("unix:/ours", 0)]))
+        namespace = with_weights_version(NAMESPACE, version)
+        return ServerLink(version, namespace, client, Peers(client, [("unix:/ours", 0)]))
 
 
 def _retiring_client() -> tuple[Any, list[bool]]:
@@ -219,7 +221,8 @@ def test_while_blocks_of_old_weights_are_in_use_no_version_is_entered() -> None:
         scheduler.new_request(make_request(2, "new"))
         step = scheduler.build_step(make_step({"new": [[3, 4]]}, new=8))
         assert [job.block_ids for job in step.saves] == [[3, 4]]
-        assert step.namespace_digest == f"ns of {scheduler._weights_version}" != "ns"
+        assert step.namespace == with_weights_version(NAMESPACE, scheduler._weights_version) != NAMESPACE
+        assert step.namespace_digest == namespace_digest(step.namespace)
         scheduler.saves_reported(WorkerReport({step.saves[0].job_id: 1}))
 
 

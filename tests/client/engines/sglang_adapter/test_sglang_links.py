@@ -1,0 +1,142 @@
+"""Leases of lookups: which are kept for a load, for how long, and which are released at once."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rig import hashes, kv_pool, rows
+
+from kvtier.client import KeyStatus
+from kvtier.client.engines.failures import RateLimitedWarnings
+from kvtier.client.engines.sglang import found_pages
+from kvtier.client.engines.sglang.deadlines import Deadline
+from kvtier.client.engines.sglang.found_pages import LEASE_SECONDS, FoundPages
+from kvtier.client.engines.sglang.links import PoolLink
+from kvtier.client.engines.sglang.pools import KV, HostPool
+from kvtier.client.engines.sglang.stats import TransferStats
+from kvtier.client.engines.sglang.storage_config import StorageConfig
+
+HASHES = hashes("prompt", 3)
+HIT, MISS, PENDING, RETRY = KeyStatus.HIT, KeyStatus.MISS, KeyStatus.HIT_PENDING, KeyStatus.RETRY
+
+
+class LeaseClient:
+    """Answers each lookup with the next statuses in `answers`, and records leases."""
+
+    max_keys: int | None = None
+
+    def __init__(self, *answers: Sequence[KeyStatus]) -> None:
+        self.answers = list(answers)
+        self.deadline = Deadline()
+        self.waits: list[float | None] = []
+        self.leased: list[float] = []
+        self.released: list[int] = []
+        self.read_from: list[tuple[int, list[int]]] = []
+
+    def lookup(self, keys: Sequence[bytes], *, lease: float, wait: float | None = None, prefix: bool = True) -> Any:
+        self.waits.append(wait)
+        self.leased.append(lease)
+        number, statuses = len(self.waits), bytes(self.answers.pop(0))[: len(keys)]
+        hits = next((n for n, status in enumerate(statuses) if status != HIT), len(statuses))
+        return SimpleNamespace(
+            id=number,
+            statuses=statuses,
+            prefix_hits=hits,
+            session=SimpleNamespace(ended=False),
+            release=lambda: self.released.append(number),
+        )
+
+    @contextlib.contextmanager
+    def read(self, lease: Any, items: Sequence[int]) -> Iterator[Any]:
+        self.read_from.append((lease.id, list(items)))
+        pool = kv_pool(seed=3)
+        size = pool.kv_buffer.nbytes // 8
+        yield SimpleNamespace(address=pool.kv_buffer.data_ptr(), offsets=[size * item for item in items])
+
+
+def link_of(client: LeaseClient) -> PoolLink:
+    settings, log = StorageConfig(lookup_timeout_s=2.0, load_timeout_s=3.0), RateLimitedWarnings(logging.getLogger())
+    stats = TransferStats(enabled=False)
+    return PoolLink(HostPool.probe(KV, kv_pool()), 0, client, settings, stats, log)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The clock of found pages: its time is `now`."""
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(found_pages, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("statuses", "pages", "kept"),
+    [
+        ([HIT, HIT, MISS], 2, True),
+        ([HIT, PENDING, MISS], 2, True),
+        ([PENDING, PENDING, PENDING], 3, False),
+        ([MISS, MISS, MISS], 0, False),
+    ],
+)
+def test_a_lease_without_a_hit_is_released(statuses: list[KeyStatus], pages: int, *, kept: bool) -> None:
+    """No load can use it: pages that are being promoted are looked up again by the load."""
+    client = LeaseClient(statuses)
+    assert link_of(client).find(HASHES) == pages
+    assert client.released == ([] if kept else [1])
+    assert client.leased == [LEASE_SECONDS]
+
+
+def test_a_lookup_that_a_shared_tier_has_not_answered_is_repeated() -> None:
+    """The first call does not wait. Its lease is released, and the second call waits for the tiers."""
+    client = LeaseClient([HIT, RETRY, RETRY], [HIT, HIT, MISS])
+    assert link_of(client).find(HASHES) == 2
+    assert client.waits == [None, 2.0]
+    assert client.released == [1]
+
+
+def test_each_page_of_a_window_is_looked_up() -> None:
+    """A lookup of a window does not end at the first page that is missing."""
+    client = LeaseClient([MISS, PENDING, HIT])
+    assert link_of(client).find_each(HASHES) == [False, True, True]
+
+
+def test_a_load_uses_the_lease_of_its_lookup_once() -> None:
+    """The same pages again need another lookup, which waits for lower tiers."""
+    client = LeaseClient([HIT, HIT, HIT], [HIT, HIT, MISS])
+    link = link_of(client)
+    assert link.find(HASHES) == 3
+    assert link.load(HASHES[:2], rows(0, 1)) == 2
+    assert client.released == []
+    assert link.load(HASHES[:2], rows(0, 1)) == 2
+    assert client.released == [2]
+    assert link.load(HASHES[2:], rows(2)) == 1
+    assert client.read_from == [(1, [0, 1]), (2, [0, 1]), (1, [2])]
+    assert client.released == [2, 1]
+    assert client.leased[1] == LEASE_SECONDS + 3.0
+
+
+@pytest.mark.parametrize(("seconds", "uses"), [(19.0, 1), (20.5, 2)])
+def test_an_old_lease_is_not_used(clock: SimpleNamespace, seconds: float, uses: int) -> None:
+    """It could expire while pages are copied. The load looks the pages up again."""
+    client = LeaseClient([HIT, HIT, HIT], [HIT, HIT, HIT])
+    link = link_of(client)
+    assert link.find(HASHES) == 3
+    clock.now += seconds
+    assert link.load(HASHES, rows(0, 1, 2)) == 3
+    assert [lease for lease, _ in client.read_from] == [uses]
+
+
+def test_old_leases_are_forgotten(clock: SimpleNamespace) -> None:
+    """SGLang does not say which pages it will not load, so the list of leases must not grow."""
+    found = FoundPages()
+    for number in range(100):
+        found.add(SimpleNamespace(id=number, session=SimpleNamespace(ended=False)), {b"key": 0})  # type: ignore[arg-type]
+        clock.now += 1.0
+    assert len(found._found) <= 20
+    leased = found.take([b"key"])
+    assert leased is not None
+    assert leased.lease.id == 81, "the oldest that is not too old"

@@ -1,0 +1,159 @@
+"""Settings of engines: each counts unless it is listed as neutral."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.client.engines.failures import Unsupported
+from kvtier.client.engines.settings import (
+    NeutralSettings,
+    digest_of_settings,
+    plain_settings,
+    settings_of_environment,
+)
+
+NEUTRAL = NeutralSettings(
+    {"names": ("model_config.served_name", "anywhere"), "logs": ("log_config.*", "environment.ENGINE_LOG")},
+    counted=("log_to_model",),
+)
+
+
+class Mode(enum.IntEnum):
+    FAST = 1
+    EXACT = 2
+
+
+@dataclasses.dataclass
+class ModelConfig:
+    served_name: str = "a"
+    rope: dict[str, Any] = dataclasses.field(default_factory=lambda: {"theta": 1e4})
+    dtype: torch.dtype = torch.float16
+    mode: Mode = Mode.FAST
+    layers: set[str] = dataclasses.field(default_factory=set)
+    overrides: Any = None
+
+
+def digest(settings: Any) -> str:
+    return digest_of_settings(plain_settings(settings, NEUTRAL))
+
+
+def make_override(scale: float) -> Callable[[Any], Any]:
+    def override(config: Any) -> Any:
+        return config * scale
+
+    return override
+
+
+def with_default(config: Any, scale: float = 1.0) -> Any:
+    return config * scale
+
+
+BASE: dict[str, Any] = {"model_config": ModelConfig(), "log_config": {"level": "info"}, "other": 1}
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "value": {"model_config": ModelConfig(rope={"theta": 1e6})},
+    "type of a value": {"other": "1"},
+    "number or truth value": {"other": True},
+    "dtype": {"model_config": ModelConfig(dtype=torch.bfloat16)},
+    "enum": {"model_config": ModelConfig(mode=Mode.EXACT)},
+    "set": {"model_config": ModelConfig(layers={"q"})},
+    "function": {"model_config": ModelConfig(overrides=with_default)},
+    "closure": {"model_config": ModelConfig(overrides=make_override(2.0))},
+    "class": {"model_config": ModelConfig(overrides=ModelConfig)},
+    "new option": {"new": None},
+    "new option of a part": {"model_config": SimpleNamespace(**vars(ModelConfig()), new=0)},
+    "counted option of neutral ones": {"log_config": {"level": "info", "log_to_model": 1}},
+    "key that is a number": {"other": {1: 2}},
+    "key that is a text": {"other": {"1": 2}},
+    "list": {"other": [1]},
+    "bytes": {"other": b"1"},
+}
+
+
+def test_each_setting_counts() -> None:
+    """Also one that the adapter does not know. No two of these sets of settings have one digest."""
+    digests = [digest(BASE)] + [digest(BASE | change) for change in DIFFERENT.values()]
+    assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_config": ModelConfig(served_name="b")},
+        {"log_config": {"level": "debug", "new": 7}},
+        {"log_config": {}},
+        {"log_config": None},
+        {"other": 1, "anywhere": 5},
+    ],
+)
+def test_neutral_settings_do_not_count(change: dict[str, Any]) -> None:
+    assert digest(BASE | change) == digest(BASE)
+
+
+def test_parts_with_a_longer_name() -> None:
+    """`draft_model_config` has the neutral settings of `model_config`; `remodel_config` has not."""
+    for name, equal in (("draft_model_config", True), ("remodel_config", False)):
+        digests = {digest({name: ModelConfig(served_name=served)}) for served in "ab"}
+        assert (len(digests) == 1) is equal
+
+
+def test_values_of_functions_count() -> None:
+    """Two functions of one definition differ by the values that they keep."""
+    assert digest({"f": make_override(1.0)}) == digest({"f": make_override(1.0)}) != digest({"f": make_override(2.0)})
+
+
+@pytest.mark.parametrize("value", [object(), functools.partial(with_default, scale=2.0), make_override(object())])  # type: ignore[arg-type]
+def test_values_of_unknown_types_are_refused(value: Any) -> None:
+    """Their text could have an address, or leave something out."""
+    with pytest.raises(Unsupported, match="'new' has a value of an unknown type"):
+        plain_settings({"new": [value]}, NEUTRAL)
+
+
+def test_settings_that_contain_themselves_are_refused() -> None:
+    settings: dict[str, Any] = {}
+    settings["self"] = settings
+    with pytest.raises(Unsupported, match="nested too deeply"):
+        plain_settings(settings, NEUTRAL)
+
+
+def test_the_content_of_named_files_counts(tmp_path: Path) -> None:
+    """A file or folder can change in place. It is read when the digest is computed."""
+    scales, folder = tmp_path / "scales.json", tmp_path / "draft"
+    folder.mkdir()
+    plain = plain_settings({"scales": str(scales), "draft": folder}, NEUTRAL)
+    digests = [digest_of_settings(plain)]
+    for content in (b"1", b"2"):
+        scales.write_bytes(content)
+        digests.append(digest_of_settings(plain))
+        (folder / "model.safetensors").write_bytes(content)
+        digests.append(digest_of_settings(plain))
+    assert len(set(digests)) == 5
+
+
+def test_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables with the prefix of the engine that are set, and not neutral."""
+    monkeypatch.setenv("ENGINE_LOG", "debug")
+    monkeypatch.setenv("ENGINE_NEW", "1")
+    monkeypatch.setenv("OTHER", "1")
+    assert settings_of_environment("ENGINE_", NEUTRAL) == {"ENGINE_NEW": "1"}
+
+
+def test_digests_are_equal_in_each_process() -> None:
+    """Sets have another order in each process."""
+    code = (
+        "from kvtier.client.engines.settings import *\n"
+        "settings = {'s': {'a', 'b', 'c', ('d', 1)}, 'f': NeutralSettings, 'n': float('nan')}\n"
+        "print(digest_of_settings(plain_settings(settings, NeutralSettings({}))))"
+    )
+    found = {subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout for _ in range(3)}
+    assert len(found) == 1
