@@ -248,9 +248,8 @@ class AsyncClient(ConnectionState):
         `batch.statuses` gives the reason for the other blocks. For `retain_for` see `lookup`.
         """
         with ExitStack() as held:
-            writing = await self._run(
-                self._operations.begin_write(held, keys, request_id=request_id, retain_for=retain_for)
-            )
+            beginning = self._operations.begin_write(held, keys, request_id=request_id, retain_for=retain_for)
+            writing = await self._run(beginning)
             try:
                 yield writing.batch
             except BaseException as error:
@@ -419,10 +418,7 @@ class AsyncClient(ConnectionState):
         return await self._run(self._operations.status())
 
     async def close(self) -> None:
-        """Ends the session and its leases. Takes up to two seconds, even if cancelled.
-
-        In a forked child it does nothing.
-        """
+        """Ends the session and its leases. Takes up to two seconds, even if cancelled."""
         try:
             await self._transport.close()
         finally:

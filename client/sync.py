@@ -245,7 +245,8 @@ class Client(ConnectionState):
         `batch.statuses` gives the reason for the other blocks. For `retain_for` see `lookup`.
         """
         with ExitStack() as held:
-            writing = self._run(self._operations.begin_write(held, keys, request_id=request_id, retain_for=retain_for))
+            beginning = self._operations.begin_write(held, keys, request_id=request_id, retain_for=retain_for)
+            writing = self._run(beginning)
             try:
                 yield writing.batch
             except BaseException as error:
@@ -412,10 +413,7 @@ class Client(ConnectionState):
         return self._run(self._operations.status())
 
     def close(self) -> None:
-        """Ends the session and its leases.
-
-        In a forked child it does nothing.
-        """
+        """Ends the session and its leases."""
         try:
             self._transport.close()
         finally:

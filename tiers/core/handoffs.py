@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ..base import NamespaceId
 from ..errors import HoldExpired, HoldNotFound, InvalidItem
-from ..eviction.quotas import RetentionBudget, TenantShare
+from ..eviction.quotas import RetentionBudget, budgets_of
 from ..stats.request_log import ClaimOutcome
 from ..stats.snapshots import HandoffStats
 from ..types import (
@@ -82,7 +82,7 @@ class HandoffHandler:
         """Blocks of ended holds that are still pinned."""
         self._table = HoldTable(unpin=self._unpin_held)
         self._pins: dict[Block, int] = {}
-        self._budgets = _budgets(list(cpu_tier.queues.shares), region_bytes, settings.held_part)
+        self._budgets = budgets_of(list(cpu_tier.queues.shares), region_bytes, settings.held_part)
         self._ended: dict[bytes, dict[HoldName, HoldEnd | PublishStatus]] = {}
         """Ended and refused holds per tenant, oldest first."""
         self._stats = {direction: HandoffStats() for direction in HandoffDirection}
@@ -161,7 +161,8 @@ class HandoffHandler:
             publication.budgets.update(map(self._budget, blocks))
             self._publications.add(publication)
             # A publication without room stops early, so that it pins few empty blocks.
-            may_go_on = len(publication.blocks) < len(publication.keys) and not _is_over(publication.budgets)
+            has_room = not any(budget.is_over for budget in publication.budgets)
+            may_go_on = has_room and len(publication.blocks) < len(publication.keys)
             if may_go_on or not self._open(publication, now):
                 return True
             self._publications.discard(publication)
@@ -388,7 +389,7 @@ class HandoffHandler:
         most = MAX_HELD_ITEMS - count
         if self._table.count(tenant) >= self._max_holds or self._table.items_of(tenant) > most:
             return PublishStatus.TOO_MANY
-        return PublishStatus.NO_ROOM if _is_over(budgets) else None
+        return PublishStatus.NO_ROOM if any(budget.is_over for budget in budgets) else None
 
     def _end(self, hold: Hold, how: HoldEnd, now: float) -> None:
         self._table.remove(hold)
@@ -445,13 +446,3 @@ class HandoffHandler:
 
     def _budget(self, block: Block) -> RetentionBudget:
         return self._budgets[block.queue.share]
-
-
-def _is_over(budgets: Collection[RetentionBudget]) -> bool:
-    return any(budget.used > budget.bound for budget in budgets)
-
-
-def _budgets(shares: Sequence[TenantShare], capacity_bytes: int, part: float) -> dict[TenantShare, RetentionBudget]:
-    """Returns the hold budget per share: `part` of the quota, or of the memory without quota."""
-    common = RetentionBudget(int((capacity_bytes - sum(share.quota for share in shares)) * part))
-    return {share: RetentionBudget(int(share.quota * part)) if share.quota else common for share in shares}

@@ -17,7 +17,7 @@ from typing import TypeVar
 from ..base import NamespaceId
 from ..types import REST, TENANT_TAG_BYTES
 
-__all__ = ["QuotaError", "Quotas", "RetentionBudget", "Tenant", "TenantShare", "pick_victims"]
+__all__ = ["QuotaError", "Quotas", "RetentionBudget", "Tenant", "TenantShare", "budgets_of", "pick_victims"]
 
 T = TypeVar("T")
 
@@ -55,6 +55,10 @@ class RetentionBudget:
     def __init__(self, bound: int) -> None:
         self.bound = bound
         self.used = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.used > self.bound
 
 
 class TenantShare:
@@ -173,3 +177,9 @@ def _enough(wanted: int, items: Iterable[T], size: Callable[[T], int]) -> list[T
         if wanted <= 0:
             break
     return chosen
+
+
+def budgets_of(shares: Sequence[TenantShare], capacity_bytes: int, part: float) -> dict[TenantShare, RetentionBudget]:
+    """Returns a budget per share: `part` of the quota, or of the memory without quota."""
+    common = RetentionBudget(int((capacity_bytes - sum(share.quota for share in shares)) * part))
+    return {share: RetentionBudget(int(share.quota * part)) if share.quota else common for share in shares}
