@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,6 +170,29 @@ def test_an_adapter_that_changes_during_its_load_is_not_identified(tmp_path: Pat
     adapters.loads(failed)  # and the load raises
     adapters.reset()
     assert adapters.tag_of(failed) is None
+
+
+def test_files_that_come_back_after_a_load_are_not_those_that_were_loaded(tmp_path: Path) -> None:
+    """Names, sizes and times are those of before the load; in between there were other files."""
+    write(tmp_path / "a", "c0")
+    adapters, used = LoraAdapters(RateLimitedLog()), adapter("a", tmp_path / "a")
+    adapters.loads(used)
+    (tmp_path / "a").rename(tmp_path / "kept")
+    write(tmp_path / "a", "c1")
+    adapters.loaded(used)
+    shutil.rmtree(tmp_path / "a")
+    (tmp_path / "kept").rename(tmp_path / "a")
+    assert adapters.tag_of(used) is None
+
+
+def test_a_tag_names_the_adapter_and_its_path(tmp_path: Path) -> None:
+    """Requests with two names of the same files share no blocks, as in vLLM's own prefix cache."""
+    for folder in ("a", "b"):
+        write(tmp_path / folder, "same")
+    adapters = LoraAdapters(RateLimitedLog())
+    names = [adapter("a", tmp_path / "a"), adapter("b", tmp_path / "a", 2), adapter("a", tmp_path / "b", 3)]
+    tags = {adapters.tag_of(name) for name in names}
+    assert len(tags - {None}) == 3
 
 
 def test_no_blocks_of_a_changed_adapter_get_to_an_engine_with_the_old_one(make: MakeEngine, tmp_path: Path) -> None:

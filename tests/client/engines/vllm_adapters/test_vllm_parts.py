@@ -106,6 +106,30 @@ def test_a_block_that_is_not_one_run_of_bytes_is_refused() -> None:
         build_layouts([CacheGroup(0, 4, None, ("a",), (PAGE,))], {"a": heads_outside}, 8)
 
 
+@pytest.mark.parametrize("shape", [(8, 3, 4, 16), (8, 4, 16)], ids=["three heads", "no dimension of heads"])
+def test_heads_that_are_not_a_multiple_of_the_parts_are_refused(shape: tuple[int, ...]) -> None:
+    """Otherwise a part would lack the bytes of a head."""
+    cache = torch.zeros(shape, dtype=torch.uint8)
+    group = CacheGroup(0, 4, None, ("a",), (cache.numel() // 8 // 2,))
+    for piece in (0, 1):
+        with pytest.raises(Unsupported, match="cannot be divided into 2 parts"):
+            build_layouts([group], {"a": cache}, 8, piece, 2)
+
+
+@pytest.mark.parametrize("tensors", [None, [], [None], [torch.zeros(8, PAGE, dtype=torch.uint8), None]])
+def test_a_layer_without_a_tensor_is_refused(tensors: Any) -> None:
+    with pytest.raises(Unsupported, match="layer a has no KV tensor"):
+        build_layouts([CacheGroup(0, 4, None, ("a",), (PAGE,))], {"a": tensors}, 8)
+
+
+def test_a_page_of_another_size_is_refused() -> None:
+    """The tensors of a layer must have the bytes that vLLM's configuration says."""
+    caches = _caches(8)
+    for page_bytes in (PAGE // 2, 2 * PAGE):
+        with pytest.raises(Unsupported, match=f"has {PAGE} bytes, expected {page_bytes}"):
+            build_layouts([CacheGroup(0, 4, None, ("a",), (page_bytes,))], caches, 8)
+
+
 # ---- settings
 
 

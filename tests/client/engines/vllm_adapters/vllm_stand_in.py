@@ -212,6 +212,20 @@ class SlidingWindowSpec(AttentionSpec):
 
 
 @dataclass(frozen=True)
+class MambaSpec:
+    block_size: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    page_size_padded: int | None = None
+    mamba_type: str = "mamba2"
+    mamba_cache_mode: str = "none"
+
+    @property
+    def state_content_size_bytes(self) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
+
+@dataclass(frozen=True)
 class UniformTypeKVCacheSpecs:
     block_size: int
     kv_cache_specs: dict[str, AttentionSpec]
@@ -390,6 +404,7 @@ _SPECS = (
     KVCacheConfig,
     KVCacheGroupSpec,
     MLAAttentionSpec,
+    MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     group_kernel_blocks,
@@ -414,7 +429,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
         BlockHash=bytes,
     ),
     "vllm.v1.core.sched.output": _types("KVConnectorBlockState"),
-    "vllm.v1.kv_cache_interface": _named(*_SPECS) | _types("MambaSpec"),
+    "vllm.v1.kv_cache_interface": _named(*_SPECS),
     "vllm.v1.kv_offload.base": _named(
         Locality,
         LookupResult,
