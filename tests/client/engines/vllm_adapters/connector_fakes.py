@@ -126,6 +126,7 @@ def scheduler_side(
     may_save: bool = True,
     counters: TransferCounters | None = None,
     events: bool = False,
+    batched_tokens: int = 0,
     connect: Callable[[str], ServerLink] | None = None,
     **settings: Any,
 ) -> Iterator[tuple[SchedulerSide, FakePool]]:
@@ -145,6 +146,7 @@ def scheduler_side(
         log=RateLimitedLog(),
         counters=counters,
         publish_events=events,
+        batched_tokens=batched_tokens,
         connect=connect,
         **single_engine(client),
     )
