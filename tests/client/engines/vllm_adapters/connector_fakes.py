@@ -208,6 +208,7 @@ class FakeClient:
         self.finished: list[str] = []
         self.keys = keys or set()
         self.before = before
+        self.sources: tuple[str, ...] = ()
         self.asked: list[int] = []
         self.looked_up: list[list[bytes]] = []
         self.released: list[int] = []
@@ -229,7 +230,7 @@ class FakeClient:
         return SimpleNamespace(
             id=number,
             statuses=bytes(KeyStatus.HIT if key in self.keys else KeyStatus.MISS for key in keys),
-            sources=("cpu",) * len(keys),
+            sources=self.sources or ("cpu",) * len(keys),
             policy=self.policy,
             votes=(),
             release=lambda: self.released.append(number),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,62 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from connector_fakes import FakeClient, make_request
+from connector_fakes import make_request
+from connector_rig import MakeConnector, server_of
 from engine_config import engine_config, full, kv_cache, state, window
 from harness.polling import wait_until
 
-from kvtier.client import Namespace, make_key
+from kvtier.client import make_key
 from kvtier.client.engines.identity import namespace_digest
-from kvtier.client.engines.vllm import KVTierConnector, connector
-from kvtier.client.engines.vllm.compat import KVConnectorRole
-
-
-class Server(FakeClient):
-    """A client that is connected at once. `namespace`: the namespace that the connector asked for."""
-
-    transport, engine_id = "none", "engine"
-
-    def __init__(self, namespace: Namespace) -> None:
-        super().__init__()
-        self.namespace = namespace
-
-    def wait_until_connected(self, _: float) -> None:
-        pass
-
-
-Make = Callable[..., KVTierConnector]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Creates the scheduler's connector of an engine."""
-    made: list[KVTierConnector] = []
-    monkeypatch.setattr(connector, "Client", lambda _endpoint, *, namespace, **_: Server(namespace))
-
-    def make(config: Any, cache: Any = None) -> KVTierConnector:
-        made.append(KVTierConnector(config, KVConnectorRole.SCHEDULER, cache or kv_cache()))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.shutdown()
-
-
-def server_of(made: KVTierConnector) -> Server:
-    assert made._scheduler is not None, "the connector is disabled"
-    client: Any = made._scheduler._client
-    return client  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    return tmp_path
-
-
-@pytest.fixture
-def digest_of(make: Make, model: Path) -> Callable[..., str]:
+def digest_of(make: MakeConnector, model: Path) -> Callable[..., str]:
     """Returns the digest of an engine's namespace; the arguments are those of `engine_config`."""
 
     def digest_of(groups: Any = None, extra: dict[str, Any] | None = None, **changes: Any) -> str:
@@ -146,7 +101,9 @@ def test_engines_that_differ_otherwise_share_blocks(digest_of: Callable[..., str
 
 
 @pytest.mark.parametrize(("consumer", "producer"), [(True, False), (False, True), (True, True)])
-def test_a_consumer_loads_and_a_producer_saves(make: Make, model: Path, *, consumer: bool, producer: bool) -> None:
+def test_a_consumer_loads_and_a_producer_saves(
+    make: MakeConnector, model: Path, *, consumer: bool, producer: bool
+) -> None:
     """`kv_role` decides whether an engine loads stored blocks, and whether it stores its own."""
     roles = {"is_kv_consumer": consumer, "is_kv_producer": producer}
     made = make(engine_config(str(model), {}, kv_transfer=roles))
