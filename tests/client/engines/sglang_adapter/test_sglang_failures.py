@@ -220,6 +220,29 @@ def test_what_is_not_supported_is_disabled(
         assert_all_miss(attached)
 
 
+def test_a_set_up_that_fails_disables_the_storage(
+    server: ServerProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A defect, or a file that cannot be read, does not end the engine."""
+
+    def fail(*_: object) -> None:
+        raise PermissionError("config.json")
+
+    monkeypatch.setattr(storage, "build_spaces", fail)
+    with attach(server.endpoint, kv_pool()) as attached:
+        assert "the storage is disabled, its set-up failed: PermissionError" in caplog.text
+        assert_all_miss(attached)
+
+
+def test_a_pool_without_bytes_is_disabled(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
+    """A pool can share the pages of another one."""
+    pool = kv_pool()
+    pool.get_page_buffer_meta = lambda _: ([], [])
+    with attach(server.endpoint, pool) as attached:
+        assert "the host pool kv has no bytes of its own" in caplog.text
+        assert attached.batch_exists(KEYS) == 0
+
+
 def test_a_pool_without_addresses_is_disabled(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
     """The warning says which layout helps."""
     pool = kv_pool()

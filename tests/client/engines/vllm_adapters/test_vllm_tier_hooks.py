@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from harness.polling import wait_until
-from tier_fixtures import KEYS, ROW, TierParts, keys_of, make_config, make_tier_parts, request_of
+from tier_fixtures import KEYS, ROW, SlotClient, TierParts, keys_of, make_config, make_tier_parts, request_of
 from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from kvtier.client.engines.vllm_tier import KVTierSecondaryTier, compat, tier_lookups
+from kvtier.client.engines.vllm_tier import manager as manager_module
 from kvtier.client.engines.vllm_tier.manager import ManagerConfig
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -192,6 +194,70 @@ def test_a_request_that_ends_in_the_step_of_its_lookup_is_not_looked_up(manager:
     manager.step("r")
     wait_until(lambda: manager.client.told == ["finished r"])
     assert manager.client.asked == []
+
+
+class TierServer(SlotClient):
+    """A client that is connected at once. `given`: what the tier passed."""
+
+    made: ClassVar[list[TierServer]] = []
+    transport = "none"
+
+    def __init__(self, endpoint: str | None, **given: Any) -> None:
+        super().__init__()
+        self.endpoint, self.given = endpoint, given
+        self.made.append(self)
+
+    def wait_until_connected(self, _: float) -> None:
+        pass
+
+
+def test_a_tier_from_its_start_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves the rows of vLLM's view, under the settings of its table."""
+    monkeypatch.setattr(manager_module, "Client", TierServer)
+    monkeypatch.setattr(TierServer, "made", [])
+    config, view = make_config({}), memoryview(np.full((4, ROW), 1, np.int8))
+    settings = {"endpoint": "unix:/here", "identity": "model 1", "tenant": "t", "transport": "shm"}
+    tier = KVTierSecondaryTier(SimpleNamespace(config=config), view, "kvtier", **settings)
+    wait_until(lambda: tier._transfers is not None)
+    (server,) = TierServer.made
+    namespace, timeouts = server.given["namespace"], server.given["timeouts"]
+    assert (server.endpoint, server.given["transport"], server.given["engine_id"]) == (
+        "unix:/here",
+        "shm",
+        config.engine_id,
+    )
+    assert (namespace.tenant, namespace.groups[0].part_bytes, timeouts.transfer) == ("t", ROW, 10.0)
+    assert len(server.begun) == len(server.told) == 4, "the policies of the usual parameters"
+    server.keys = set(KEYS)
+    context = request_of("r", KEYS)
+    assert tier.lookup(KEYS[0], context) is RETRY
+    tier.on_schedule_end(ScheduleEndContext([], []))
+    wait_until(lambda: tier.lookup(KEYS[0], context) is HIT)
+    tier.submit_load(TransferJob(1, KEYS[:1], np.array([2]), True, context))
+    wait_until(lambda: [result.success for result in tier.get_finished_jobs()] == [True])
+    assert [row[0] for row in np.asarray(view)] == [1, 1, 7, 1]
+    tier.shutdown()
+    assert not server.connected
+
+
+def test_a_tier_whose_client_cannot_be_made_is_disabled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine starts without it, and each job is reported as failed."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise PermissionError("a file")
+
+    monkeypatch.setattr(manager_module, "Client", fail)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    view = memoryview(np.zeros((4, ROW), np.int8))
+    tier = KVTierSecondaryTier(SimpleNamespace(config=make_config({})), view, "kvtier", identity="i")
+    wait_until(lambda: "the tier is disabled" in caplog.text)
+    context = request_of("r", KEYS)
+    assert tier.lookup(KEYS[0], context) is MISS
+    tier.submit_load(TransferJob(1, KEYS[:1], np.array([0]), True, context))
+    assert [result.success for result in tier.get_finished_jobs()] == [False]
+    tier.shutdown()
 
 
 def test_the_locality_is_that_of_the_settings() -> None:
