@@ -124,6 +124,35 @@ def test_an_adapter_that_is_loaded_in_place_is_identified_after_a_reset(tmp_path
     assert adapters.tag_of(again) not in (None, first)
 
 
+def test_only_the_first_request_with_an_adapter_that_is_loaded_in_place_loads_it(tmp_path: Path) -> None:
+    """A later request with other files has KV of the first content in vLLM's prefix cache."""
+    write(tmp_path / "a", "1")
+    adapters, used = LoraAdapters(RateLimitedLog()), adapter("a", tmp_path / "a", load_inplace=True)
+    tag = adapters.tag_of(used)
+    assert adapters.tag_of(used) == tag
+    assert adapters._loaded[1] is not None
+    write(tmp_path / "a", "2")
+    assert adapters.tag_of(used) is None
+    write(tmp_path / "a", "3")
+    assert adapters.tag_of(used) is None
+    loaded = adapters._loaded[1]
+    assert loaded is not None
+    assert loaded[-1] != adapters._fingerprints[str(tmp_path / "a")][1], "workers have the content of the first request"
+
+
+def test_an_adapter_is_loaded_once_unless_it_says_otherwise(tmp_path: Path) -> None:
+    """`loads` says whether the content of an id changes, so that its requests go stale."""
+    write(tmp_path / "a", "1")
+    adapters, used = LoraAdapters(RateLimitedLog()), adapter("a", tmp_path / "a")
+    assert not adapters.loads(used)
+    adapters.loaded(used)
+    tag = adapters.tag_of(used)
+    assert not adapters.loads(used), "vLLM does not load it again"
+    adapters.loaded(used)
+    assert adapters.tag_of(used) == tag is not None
+    assert adapters.loads(adapter("a", tmp_path / "a", load_inplace=True))
+
+
 def test_events_name_an_adapter_s_blocks_as_vllm_does(tmp_path: Path) -> None:
     """The tag is part of the key, and not of the hash in the event."""
     write(tmp_path / "a", "1")

@@ -60,6 +60,27 @@ def test_blocks_come_back_as_they_went(split: bool) -> None:  # noqa: FBT001 - a
     assert all(torch.equal(caches[name], before[name]) for name in "cd")
 
 
+def test_layers_at_other_places_are_copied_in_the_groups_order() -> None:
+    """Layers may be allocated in another order than that of the group, and at uneven distances."""
+    whole = torch.arange(6 * 8 * PAGE).view(6, 8, PAGE).to(torch.uint8)
+    for places in ((2, 0), (2, 1, 0), (0, 1, 3), (5, 3, 4), (0, 2, 4)):
+        names = tuple("abc"[: len(places)])
+        group = CacheGroup(0, 4, None, names, (PAGE,) * len(places))
+        copier = make_copier(
+            build_layouts([group], {name: whole[at] for name, at in zip(names, places, strict=True)}, 8)
+        )
+        memory = memoryview(bytearray(len(places) * PAGE))
+        copier.copy_out(0, [3], memory, [0], copier.mark())
+        assert bytes(memory) == b"".join(bytes(whole[at][3].tolist()) for at in places)
+
+
+def test_blocks_must_divide_the_first_dimension_of_a_tensor() -> None:
+    """A block of vLLM is a whole number of kernel blocks."""
+    caches = {"a": torch.zeros(20, PAGE // 2, dtype=torch.uint8)}
+    with pytest.raises(Unsupported, match="first dimension 20 of layer a is not a multiple of the 8 blocks"):
+        build_layouts([CacheGroup(0, 4, None, ("a",), (PAGE,))], caches, 8)
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["heads first", "tokens first"])
 @pytest.mark.parametrize("kernel_blocks", [1, 2])
 def test_a_piece_of_a_page_has_the_bytes_of_a_rank_with_fewer_heads(order: tuple[int, ...], kernel_blocks: int) -> None:
