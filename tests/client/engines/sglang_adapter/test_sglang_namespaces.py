@@ -59,7 +59,7 @@ def test_a_retrained_adapter_shares_no_pages(server: ServerProcess, tmp_path: Pa
 
 
 def test_engines_of_other_weights_share_no_pages(server: ServerProcess, tmp_path: Path) -> None:
-    """The content of a folder counts, and the commit of a model on a hub; the name of both is "tiny"."""
+    """The content of a folder counts, and the commit of a model on a hub."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"1")

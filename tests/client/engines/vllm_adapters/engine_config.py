@@ -90,6 +90,6 @@ def state(mode: str = "align", width: int = 3, padded: int | None = None) -> Mam
 
 
 def kv_cache(*specs: Any, layout: str | None = None, layer: str = "layer") -> KVCacheConfig:
-    """Returns the KV cache of a model with one layer per group; by default one of full attention."""
+    """Returns the KV cache of a model with one layer per group; by default full attention."""
     groups = [KVCacheGroupSpec([f"{layer}.{number}"], spec) for number, spec in enumerate(specs or (full(),))]
     return KVCacheConfig(8, [], groups, kv_cache_layout=layout)

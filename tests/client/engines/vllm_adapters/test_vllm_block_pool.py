@@ -97,7 +97,7 @@ def test_an_unbound_pool_has_no_blocks() -> None:
 
 
 def test_free_blocks_have_the_keys_of_their_content() -> None:
-    """A block without content has no key, nor one of which the hash covers only the first tokens."""
+    """Without content there is no key, nor if the hash covers only the first tokens of a block."""
     engine = Engine()
     request, _ = adapted(2)
     table = engine.fill(request, 3)

@@ -1,4 +1,4 @@
-"""The connector in the scheduler's process: what it takes from vLLM's configuration, and its hooks."""
+"""The connector in the scheduler's process: its configuration and its hooks."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_hit_has_the_sources_of_its_blocks(make: MakeConnector, model: Path) -
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_load_from_its_match_to_its_report(make: MakeConnector, model: Path, *, failed: bool) -> None:
-    """A request that vLLM did not announce is matched too. After a failed load it is not loaded again."""
+    """A request that vLLM did not announce is matched too. A failed load is not repeated."""
     made, request = make(engine_config(str(model), {})), make_request(3)
     made.bind_gpu_block_pool(FakePool())
     server = server_of(made)

@@ -195,7 +195,7 @@ def test_all_held_blocks_are_offered_once_more() -> None:
 
 @pytest.mark.parametrize("flagged", [True, False])
 def test_a_hand_off_is_stored_in_every_role(*, flagged: bool) -> None:
-    """B2.8 A request that is handed on is saved step by step, also by an engine that saves no other."""
+    """B2.8 A request that is handed on is saved step by step, also by a mere consumer."""
     client = HoldsClient()
     with scheduler_side(client, may_save=False) as (scheduler, _):
         request = make_request(6, kv_transfer_params={"do_remote_decode": True} if flagged else None)

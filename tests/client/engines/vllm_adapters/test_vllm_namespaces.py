@@ -72,7 +72,7 @@ def test_engines_that_compute_or_lay_out_kv_differently_share_nothing(
 
 
 def test_groups_of_another_form_share_nothing(digest_of: Callable[..., str]) -> None:
-    """The bytes of a layer depend on its window; a state can have the same bytes in other shapes."""
+    """Bytes of a layer depend on its window; a state can have the same bytes in other shapes."""
     assert len({digest_of(kv_cache(window(tokens))) for tokens in range(4, 8)}) == 4
     states = [state(), state("all"), state(width=5)]
     assert len({digest_of(kv_cache(full(), spec)) for spec in states}) == 3
