@@ -271,6 +271,25 @@ def test_a_server_that_is_not_there_is_a_miss_at_once() -> None:
         assert lookup.found.hit_tokens == 0
 
 
+def test_a_request_whose_registration_failed_is_registered_by_its_next_call() -> None:
+    """B3.12 Otherwise no tier would hear of the request, and its settings would be lost."""
+
+    def fail() -> None:
+        raise NotConnected("gone")
+
+    client, request = FakeClient(before=fail), RequestRegistration("r", 5)
+    with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
+        first = start_lookup(service, request, _hashes(1), 4)
+        wait_until(lambda: first.state is LookupState.DONE)
+        client.before, service._circuit_open_until = (lambda: None), 0.0
+        client.begun.clear()
+        second = start_lookup(service, request, _hashes(1), 4)
+        wait_until(lambda: second.state is LookupState.DONE)
+        third = start_lookup(service, request, _hashes(1), 4)
+        wait_until(lambda: third.state is LookupState.DONE)
+        assert client.begun == {"r": (5, None)}
+
+
 def test_a_long_request_is_looked_up_in_calls_that_the_server_takes() -> None:
     """A lookup may need several calls: the first begins the request, and the first miss ends it."""
     client = FakeClient({make_key(bytes([number]) * 32, 0) for number in range(5)})
