@@ -159,14 +159,16 @@ def test_a_job_with_a_row_that_does_not_exist_fails(manager: Manager, room: Tier
     assert manager.run(context, load=False).success, "later jobs run"
 
 
-def test_chunks_are_stored_in_the_order_of_tokens(manager: Manager) -> None:
-    """If the server has room for some only, the start of the prefix is stored."""
+def test_chunks_are_stored_in_the_order_of_tokens(manager: Manager, room: TierParts) -> None:
+    """If the server has room for some only, the prefix is stored. Keys keep their rows."""
     context = request_of("r", KEYS)
+    room.rows[:] = np.arange(10, 14, dtype=np.int8)[:, None]
     written: list[list[bytes]] = []
     write = manager.client.write
     manager.client.write = lambda keys, **named: written.append(list(keys)) or write(keys, **named)  # type: ignore[method-assign, func-returns-value]
-    assert manager.run(context, load=False, keys=KEYS[::-1], rows=[3, 2, 1, 0]).success
+    assert manager.run(context, load=False, keys=KEYS[::-1], rows=[2, 0, 3, 1]).success
     assert written == [KEYS]
+    assert [int(slot[0]) for slot in manager.client.memory[:4]] == [11, 13, 10, 12]
 
 
 def test_a_request_that_looked_up_nothing_is_registered_when_it_runs(manager: Manager) -> None:

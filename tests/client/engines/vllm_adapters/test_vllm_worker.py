@@ -205,3 +205,30 @@ def test_saves_pause_after_a_failure_and_then_go_on(monkeypatch: pytest.MonkeyPa
     assert save(3) == WorkerReport({3: 1}, {})
     assert len(client.written) == 2
     close_when_idle(worker)
+
+
+def test_a_save_to_the_old_namespace_that_fails_pauses_no_save_to_the_new_one() -> None:
+    """B4.17 The client of the old weights is closed, so its last saves fail."""
+    begun, gate, reports = threading.Event(), threading.Event(), WorkerReports()
+
+    class Slow(FakeTransfers):
+        @contextlib.contextmanager
+        def write(self, keys: Any, *, request_id: str) -> Iterator[Any]:
+            begun.set()
+            assert gate.wait(60)
+            with super().write(keys, request_id=request_id) as batch:
+                yield batch
+
+    old, new = Slow(NotConnected("closed")), FakeTransfers()
+    clients = iter((old, new))
+    worker = WorkerSide(lambda *_: next(clients), [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
+    worker.register(make_caches(8))
+    worker.start_saves(StepMetadata([], [SaveJob(1, "r", [b"k0", b"k1"], [0, 0], [4, 5])], "ns"))
+    assert begun.wait(60)
+    worker.reconnect("new")
+    gate.set()
+    assert wait_until(reports.take_report) == WorkerReport({1: 1}, {1: {0, 1}})
+    worker.start_saves(StepMetadata([], [SaveJob(2, "r", [b"k0", b"k1"], [0, 0], [4, 5])], "new"))
+    assert wait_until(reports.take_report) == WorkerReport({2: 1})
+    assert new.written == [[b"k0", b"k1"]]
+    close_when_idle(worker)
