@@ -37,9 +37,11 @@ _RELATED: Mapping[str, tuple[str, ...]] = {
         "groups", "namespaces", "hooks", "parts", "worker", "settings", "sleep", "stats", "lora", "peers", "ranks"
     ),
     "client/engines/vllm/scheduler/": _adapter_tests(
-        "parts", "reset", "saves", "holds", "settings", "policy", "stats", "events"
+        "parts", "reset", "saves", "holds", "settings", "policy", "stats", "events", "block_pool", "connector"
     ),
-    "client/engines/vllm/worker/": _adapter_tests("worker", "parts", "saves", "sleep", "stats", "copies", "device"),
+    "client/engines/vllm/worker/": _adapter_tests(
+        "worker", "parts", "saves", "sleep", "stats", "copies", "device", "device_route"
+    ),
     "client/engines/vllm_tier/": _adapter_tests("tier_parts", "tier_copies", "tier_hooks", "tier_requests"),
     "client/events/": ("tests/client/events", f"{_ADAPTERS}server_events.py"),
     "client/handoff/": ("tests/client/handoff",),

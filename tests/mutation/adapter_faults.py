@@ -1,4 +1,4 @@
-"""Faults in the adapters of vLLM and SGLang: identity, groups, roles and leases."""
+"""Faults in the adapters of vLLM and SGLang that no test found before."""
 
 from __future__ import annotations
 
@@ -132,5 +132,53 @@ ADAPTER_FAULTS = (
         "client/offload/saves.py",
         "any(self._pool.references(block_id) == 1 for block_id, _ in self._in_flight)",
         "bool(self._in_flight)",
+    ),
+    Fault(
+        "keys of a lookup are counted from the first block",
+        _VLLM + "scheduler/prefix_lookups.py",
+        "[position - lookup.start // g.block_tokens]",
+        "[position]",
+    ),
+    Fault(
+        "a load from a slow peer delays all loads",
+        _VLLM + "worker/worker.py",
+        "        if endpoint == OWN:\n            return self._threads[0]",
+        "        if True:\n            return self._threads[0]",
+    ),
+    Fault(
+        "free blocks with a partial hash get a key",
+        _VLLM + "scheduler/requests.py",
+        "if tokens % group.block_tokens == 0 and tag is not None else None",
+        "if tag is not None else None",
+    ),
+    Fault(
+        "the tier stores what a request does not want",
+        _TIER + "manager.py",
+        "if request.registration.settings.skip_save and not load:",
+        "if False:",
+    ),
+    Fault(
+        "keys of a load are hits while it runs",
+        _TIER + "manager.py",
+        "                request.known[key] = None\n",
+        "                pass\n",
+    ),
+    Fault(
+        "the tier uses old hits",
+        _TIER + "tier_lookups.py",
+        "            if now < pin.until:\n",
+        "            if True:\n",
+    ),
+    Fault(
+        "a row behind the primary tier is copied",
+        _TIER + "transfers.py",
+        "if not 0 <= row < self.rows:",
+        "if not 0 <= row <= self.rows:",
+    ),
+    Fault(
+        "a prefill engine holds its running state",
+        "client/handoff/holds.py",
+        "if state_tokens is not None and not same_prompt:",
+        "if state_tokens is not None:",
     ),
 )

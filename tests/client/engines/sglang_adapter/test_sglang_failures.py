@@ -182,6 +182,18 @@ def test_the_server_gets_the_time_that_is_left() -> None:
     }
 
 
+def test_a_deadline_inside_another_is_not_longer() -> None:
+    """One call by SGLang can be part of another; then the earlier deadline counts."""
+    deadline = Deadline()
+    with deadline.within(100):
+        with deadline.within(1000):
+            assert deadline.left() <= 100
+        with deadline.within(10):
+            assert deadline.left() <= 10
+        assert 10 < deadline.left() <= 100
+    assert deadline.left() > 1000
+
+
 def test_one_warning_for_many_failures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A server that is down costs a line in the log, not a line per request."""
     with ServerProcess(tmp_path) as server:

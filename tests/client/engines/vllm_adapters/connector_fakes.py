@@ -211,6 +211,7 @@ class FakeClient:
         self.sources: tuple[str, ...] = ()
         self.asked: list[int] = []
         self.looked_up: list[list[bytes]] = []
+        self.prefixes: list[bool] = []
         self.released: list[int] = []
         self.policy = OffloadPolicy.BLOCK_LEVEL
         self.resets: list[Any] = []
@@ -226,6 +227,7 @@ class FakeClient:
         self.options.append(options)
         self.asked.append(len(keys))
         self.looked_up.append(list(keys))
+        self.prefixes.append(prefix)
         number = len(self.asked)
         return SimpleNamespace(
             id=number,

@@ -95,6 +95,16 @@ def test_the_keys_of_a_step_go_to_the_server_in_one_call_per_group(manager: Mana
     assert list(manager.client.begun) == ["r"]
 
 
+def test_a_lookup_from_the_end_of_a_window_does_not_end_at_a_miss(manager: Manager) -> None:
+    """A prefix is asked for from its start, but a window or state from the end."""
+    context = request_of("r", KEYS)
+    manager.client.keys = {KEYS[0], KEYS[3]}
+    manager.client.prefixes.clear()
+    assert manager.answers(context, [KEYS[3], KEYS[2], KEYS[0]]) == [HIT, MISS, HIT]
+    assert manager.answers(request_of("s", KEYS), KEYS[:2]) == [HIT, MISS]
+    assert manager.client.prefixes == [False, True]
+
+
 def test_a_key_of_a_load_is_a_miss_until_the_load_has_ended(manager: Manager, room: TierParts) -> None:
     """B3.18 vLLM asks again if its primary tier evicts a chunk; the load may still fail."""
     manager.client.keys = set(KEYS[:3])
