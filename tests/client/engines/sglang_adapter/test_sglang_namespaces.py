@@ -83,6 +83,7 @@ def test_arguments_that_change_the_kv(server: ServerProcess) -> None:
         {"exec.moe": {"enable_w4a4_mxfp4_megamoe": True}},
         {"exec.new": {"new": 1}},
         {"serving": {"weight_version": "2"}},
+        {"device": {"device": "xpu"}},
     ):
         assert pages_found(server, arguments) == 0, arguments
 

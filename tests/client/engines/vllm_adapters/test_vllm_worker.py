@@ -54,6 +54,23 @@ def test_every_job_is_reported_after_a_failure(error: Exception | None) -> None:
     close_when_idle(worker)
 
 
+def test_a_load_reads_from_all_of_its_leases() -> None:
+    """Blocks of several groups, or of several calls of a lookup, have leases of their own."""
+    client, caches, reports, leases = FakeTransfers(), make_caches(8), WorkerReports(), []
+    read = client.read
+    client.read = lambda lease, items: leases.append((lease, list(items))) or read(lease, items)  # type: ignore[method-assign, func-returns-value]
+    client.memory[:] = bytes([9]) * len(client.memory)
+    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
+    worker.register(caches)
+    reads = [BlockRead(1, [0, 1], [0, 0], [2, 3]), BlockRead(2, [2], [0], [5])]
+    worker.start_loads(StepMetadata([LoadJob("r", reads)], [], "ns"))
+    wait_until(lambda: reports.take_results(idle=True).finished_recving == {"r"})
+    close_when_idle(worker)
+    assert leases == [(1, [0, 1]), (2, [2])]
+    filled = [block for block in range(8) if (caches["a"].view(8, PAGE)[block] == 9).all()]
+    assert filled == [2, 3, 5]
+
+
 def test_a_worker_of_another_namespace_moves_nothing() -> None:
     """If scheduler and worker disagree about the namespace, all is a miss."""
     reports = WorkerReports()
