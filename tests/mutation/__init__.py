@@ -1,21 +1,21 @@
 """Mutation test of the test suites: which planted faults `make test` finds, and which it misses.
 
-`__main__` plants each fault of `client_faults`, `server_faults` and `storage_faults` in a copy of
-the source tree and runs tests there. The decision core is not part of it: `simulation.mutants`
-plants faults there.
+`__main__` plants each fault of the modules beside it in a copy of the source tree and runs tests
+there. The decision core is not part of it: `simulation.mutants` plants faults there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from .adapter_faults import ADAPTER_FAULTS
 from .client_faults import CLIENT_FAULTS
 from .server_faults import SERVER_FAULTS
 from .storage_faults import STORAGE_FAULTS
 
 __all__ = ["FAULTS", "related_tests"]
 
-FAULTS = (*CLIENT_FAULTS, *SERVER_FAULTS, *STORAGE_FAULTS)
+FAULTS = (*ADAPTER_FAULTS, *CLIENT_FAULTS, *SERVER_FAULTS, *STORAGE_FAULTS)
 
 _ADAPTERS = "tests/client/engines/vllm_adapters/test_vllm_"
 
@@ -38,12 +38,16 @@ _RELATED: Mapping[str, tuple[str, ...]] = {
         "tests/client/engines/test_transformers_parts.py",
         "tests/client/engines/test_transformers_purity.py",
     ),
-    "client/engines/vllm/": _adapter_tests("hooks", "parts", "settings", "sleep", "stats", "ranks"),
-    "client/engines/vllm/scheduler/": _adapter_tests(
-        "parts", "reset", "saves", "holds", "settings", "policy", "stats", "events"
+    "client/engines/vllm/": _adapter_tests(
+        "groups", "namespaces", "hooks", "parts", "worker", "settings", "sleep", "stats", "lora", "peers", "ranks"
     ),
-    "client/engines/vllm/worker/": _adapter_tests("parts", "saves", "sleep", "stats", "copies", "device"),
-    "client/engines/vllm_tier/": _adapter_tests("tier_parts", "tier_copies"),
+    "client/engines/vllm/scheduler/": _adapter_tests(
+        "parts", "reset", "saves", "holds", "settings", "policy", "stats", "events", "block_pool", "connector"
+    ),
+    "client/engines/vllm/worker/": _adapter_tests(
+        "worker", "parts", "saves", "sleep", "stats", "copies", "device", "device_route"
+    ),
+    "client/engines/vllm_tier/": _adapter_tests("tier_parts", "tier_copies", "tier_hooks", "tier_requests"),
     "client/events/": ("tests/client/events", f"{_ADAPTERS}server_events.py"),
     "client/handoff/": ("tests/client/handoff",),
     "client/offload/": ("tests/client/offload",),

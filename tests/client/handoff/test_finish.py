@@ -197,6 +197,18 @@ def test_a_hold_ends_with_a_state_of_the_cache(
     assert rig.server.published[0].num_tokens == expected
 
 
+@pytest.mark.parametrize("tokens", [100, 112])
+def test_a_prefill_engine_does_not_hold_its_running_state(tokens: int) -> None:
+    """B2.17: the state contains the prompt's last token, which the decode engine computes again."""
+    rig = Rig(TO_DECODE, prompt=tokens, geometry=STATE)
+    rig.allocate()
+    rig.request.tokens += [1000]
+    rig.cache.blocks = _states(5, 6)
+    finished = rig.core.finished("r", rig.tables(), tokens, FinishReason.LENGTH, WALL, tokens)
+    assert finished.params["remote_num_tokens"] == 96
+    assert finished.blocks[-1] == FreeBlock(205, 1, rig.request.key(STATE.groups[1], 5))
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("tokens", [99, 111, 112, 113])
 def test_a_decode_engine_holds_its_running_state(tokens: int, ahead: int) -> None:

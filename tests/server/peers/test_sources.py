@@ -475,6 +475,8 @@ async def test_a_search_has_a_bound_and_is_charged_to_its_session(monkeypatch: p
         located = await searches.locate(calls.session, "127.0.0.1:1", KEYS, EVERYWHERE, until, prefix=True)
         assert located.keys == KEYS[:10]
         assert account.used > before
+
+
 async def test_a_tenant_leaves_room_in_flight_for_others() -> None:
     """It gets at most as much as is then free, and others get what it leaves."""
     link: Any = FakeLink(1)

@@ -204,6 +204,18 @@ def test_the_server_gets_the_time_that_is_left() -> None:
     }
 
 
+def test_a_deadline_inside_another_is_not_longer() -> None:
+    """One call by SGLang can be part of another; then the earlier deadline counts."""
+    deadline = Deadline()
+    with deadline.within(100):
+        with deadline.within(1000):
+            assert deadline.left() <= 100
+        with deadline.within(10):
+            assert deadline.left() <= 10
+        assert 10 < deadline.left() <= 100
+    assert deadline.left() > 1000
+
+
 def test_one_warning_for_many_failures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A server that is down costs a line in the log, not a line per request."""
     with ServerProcess(tmp_path) as server:
@@ -240,6 +252,29 @@ def test_what_is_not_supported_is_disabled(
     with attach(server.endpoint, kv_pool(), **options) as attached:
         assert reason in caplog.text
         assert_all_miss(attached)
+
+
+def test_a_set_up_that_fails_disables_the_storage(
+    server: ServerProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A defect, or a file that cannot be read, does not end the engine."""
+
+    def fail(*_: object) -> None:
+        raise PermissionError("config.json")
+
+    monkeypatch.setattr(storage, "build_spaces", fail)
+    with attach(server.endpoint, kv_pool()) as attached:
+        assert "the storage is disabled, its set-up failed: PermissionError" in caplog.text
+        assert_all_miss(attached)
+
+
+def test_a_pool_without_bytes_is_disabled(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
+    """A pool can share the pages of another one."""
+    pool = kv_pool()
+    pool.get_page_buffer_meta = lambda _: ([], [])
+    with attach(server.endpoint, pool) as attached:
+        assert "the host pool kv has no bytes of its own" in caplog.text
+        assert attached.batch_exists(KEYS) == 0
 
 
 def test_a_pool_without_addresses_is_disabled(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:

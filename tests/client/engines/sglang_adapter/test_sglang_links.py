@@ -91,7 +91,7 @@ def test_a_lease_without_a_hit_is_released(statuses: list[KeyStatus], pages: int
 
 
 def test_a_lookup_that_a_shared_tier_has_not_answered_is_repeated() -> None:
-    """The first call does not wait. Its lease is released, and the second call waits for the tiers."""
+    """The first call does not wait. Its lease is released, and the second call waits for tiers."""
     client = LeaseClient([HIT, RETRY, RETRY], [HIT, HIT, MISS])
     assert link_of(client).find(HASHES) == 2
     assert client.waits == [None, 2.0]

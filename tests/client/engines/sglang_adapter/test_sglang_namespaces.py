@@ -59,7 +59,7 @@ def test_a_retrained_adapter_shares_no_pages(server: ServerProcess, tmp_path: Pa
 
 
 def test_engines_of_other_weights_share_no_pages(server: ServerProcess, tmp_path: Path) -> None:
-    """The content of a folder counts, and the commit of a model on a hub; the name of both is "tiny"."""
+    """The content of a folder counts, and the commit of a model on a hub."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"1")
@@ -83,6 +83,7 @@ def test_arguments_that_change_the_kv(server: ServerProcess) -> None:
         {"exec.moe": {"enable_w4a4_mxfp4_megamoe": True}},
         {"exec.new": {"new": 1}},
         {"serving": {"weight_version": "2"}},
+        {"device": {"device": "xpu"}},
     ):
         assert pages_found(server, arguments) == 0, arguments
 

@@ -10,6 +10,7 @@ from harness.server_process import ServerProcess
 from rig import LAYOUTS, PAGE, attach, await_links, hashes, kv_pool, latent_pool, page_of, rows
 
 from kvtier.client.engines.sglang import KVTierStorage, links
+from kvtier.client.engines.sglang.deadlines import DeadlineClient
 
 KEYS = hashes("prompt", 6)
 
@@ -154,6 +155,23 @@ def test_clearing_hides_all_tiers(server: ServerProcess) -> None:
             assert storage.batch_exists(KEYS) == 6
         assert other.batch_exists(KEYS) == 6
         wait_until(lambda: len(server.status().sessions) == 2)
+
+
+def test_a_clear_retires_only_namespaces_of_this_engine(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other engines may use the namespace in which the engine started."""
+    retired: list[DeadlineClient] = []
+
+    def reset(client: DeadlineClient, **options: bool) -> None:
+        assert options == {"retire": True}
+        retired.append(client)
+
+    monkeypatch.setattr(DeadlineClient, "reset", reset)
+    with attach(server.endpoint, kv_pool(seed=1)) as storage:
+        storage.clear()
+        assert retired == []
+        storage.clear()
+        storage.clear()
+    assert len(retired) == 2
 
 
 def test_an_attach_after_a_clear_is_private(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:

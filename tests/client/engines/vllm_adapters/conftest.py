@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.path.is_relative_to(Path(__file__).parent):
                 item.add_marker(pytest.mark.engines)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The folder of a model."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Creates the scheduler's connector of an engine (`connector_rig.MakeConnector`)."""
+    from connector_rig import Server
+    from engine_config import kv_cache
+
+    from kvtier.client.engines.vllm import KVTierConnector, connector
+    from kvtier.client.engines.vllm.compat import KVConnectorRole
+
+    made: list[KVTierConnector] = []
+    monkeypatch.setattr(connector, "Client", Server)
+
+    def make(config: Any, cache: Any = None) -> KVTierConnector:
+        made.append(KVTierConnector(config, KVConnectorRole.SCHEDULER, cache or kv_cache()))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.shutdown()

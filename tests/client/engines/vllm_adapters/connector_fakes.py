@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from harness.polling import wait_until
 
 from kvtier.client import KeyStatus, OffloadPolicy, StoreStatus
@@ -32,6 +33,7 @@ __all__ = [
     "FakeTransfers",
     "await_namespace",
     "close_when_idle",
+    "make_caches",
     "make_request",
     "make_step",
     "scheduler_side",
@@ -46,6 +48,13 @@ WINDOW = CacheGroup(1, 4, 7, ("c", "d"), (PAGE, PAGE))
 
 UNKNOWN_ADAPTER = SimpleNamespace(lora_name="unknown", lora_int_id=1, lora_path="/nowhere")
 """A LoRA adapter whose files are not on this host."""
+
+
+def make_caches(num_blocks: int) -> dict[str, torch.Tensor]:
+    """Four layers in one allocation, like vLLM's; kernel blocks are half a block."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randint(0, 255, (4, num_blocks * 2, PAGE // 2), generator=generator, dtype=torch.uint8)
+    return dict(zip("abcd", whole.unbind(0), strict=True))
 
 
 class FakePool:
@@ -119,6 +128,7 @@ def scheduler_side(
     may_save: bool = True,
     counters: TransferCounters | None = None,
     events: bool = False,
+    batched_tokens: int = 0,
     connect: Callable[[str], ServerLink] | None = None,
     **settings: Any,
 ) -> Iterator[tuple[SchedulerSide, FakePool]]:
@@ -138,6 +148,7 @@ def scheduler_side(
         log=RateLimitedLog(),
         counters=counters,
         publish_events=events,
+        batched_tokens=batched_tokens,
         connect=connect,
         **single_engine(client),
     )
@@ -177,11 +188,18 @@ _lookup_ids = map(LookupId, itertools.count(1))
 
 
 def start_lookup(
-    service: LookupService, registration: RequestRegistration, hashes: dict[int, list[bytes]], limit: int
+    service: LookupService,
+    registration: RequestRegistration,
+    hashes: dict[int, list[bytes]],
+    limit: int,
+    *,
+    start: int = 0,
+    tag: bytes = b"",
 ) -> PendingLookup | None:
-    """Starts a lookup from token 0 on. Returns None if the server cannot be called."""
-    number = next(_lookup_ids)
-    started = service.start_lookup(number, HashedRequest(registration, hashes), 0, limit)
+    """Starts a lookup from token `start` on. Returns None if the server cannot be called."""
+    number, request = next(_lookup_ids), HashedRequest(registration, hashes)
+    request.tag = tag
+    started = service.start_lookup(number, request, start, limit)
     return service._lookups[number] if started else None
 
 
@@ -202,7 +220,10 @@ class FakeClient:
         self.finished: list[str] = []
         self.keys = keys or set()
         self.before = before
+        self.sources: tuple[str, ...] = ()
         self.asked: list[int] = []
+        self.looked_up: list[list[bytes]] = []
+        self.prefixes: list[bool] = []
         self.released: list[int] = []
         self.policy = OffloadPolicy.BLOCK_LEVEL
         self.resets: list[Any] = []
@@ -217,11 +238,13 @@ class FakeClient:
         self.before()
         self.options.append(options)
         self.asked.append(len(keys))
+        self.looked_up.append(list(keys))
+        self.prefixes.append(prefix)
         number = len(self.asked)
         return SimpleNamespace(
             id=number,
             statuses=bytes(KeyStatus.HIT if key in self.keys else KeyStatus.MISS for key in keys),
-            sources=("cpu",) * len(keys),
+            sources=self.sources or ("cpu",) * len(keys),
             policy=self.policy,
             votes=(),
             release=lambda: self.released.append(number),

@@ -1,4 +1,4 @@
-"""The attributes of vLLM's configuration that the connector uses."""
+"""The attributes of vLLM's configuration that the connector uses, and KV caches of small models."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 
-__all__ = ["engine_config"]
+__all__ = ["TOKENS", "engine_config", "full", "kv_cache", "state", "window"]
+
+TOKENS = 4
+"""Tokens of a block, unless a test needs another number."""
 
 _PARTS: dict[str, dict[str, Any]] = {
     "kv_transfer": {
@@ -27,7 +31,7 @@ _PARTS: dict[str, dict[str, Any]] = {
     "cache": {
         "enable_prefix_caching": True,
         "prefix_caching_hash_algo": "sha256",
-        "block_size": 4,
+        "block_size": TOKENS,
         "prefix_match_unit": None,
         "cache_dtype": "auto",
     },
@@ -57,3 +61,35 @@ def engine_config(folder: str, extra: dict[str, Any], **changes: Any) -> Any:
         for name, values in _PARTS.items()
     }
     return SimpleNamespace(**parts, speculative_config=changes.pop("speculative", None), **changes)
+
+
+def full(tokens: int = TOKENS, head_size: int = 8) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=tokens, num_kv_heads=1, head_size=head_size, dtype=torch.float32)
+
+
+def window(tokens: int, retained: int = 0) -> SlidingWindowSpec:
+    """`retained`: further tokens before the window that the engine keeps."""
+    return SlidingWindowSpec(
+        block_size=TOKENS,
+        num_kv_heads=1,
+        head_size=8,
+        dtype=torch.float32,
+        sliding_window=tokens,
+        extra_retained_tokens=retained,
+    )
+
+
+def state(mode: str = "align", width: int = 3, padded: int | None = None) -> MambaSpec:
+    return MambaSpec(
+        block_size=TOKENS,
+        shapes=((2, width), (4,)),
+        dtypes=(torch.float16, torch.float32),
+        page_size_padded=padded,
+        mamba_cache_mode=mode,
+    )
+
+
+def kv_cache(*specs: Any, layout: str | None = None, layer: str = "layer") -> KVCacheConfig:
+    """Returns the KV cache of a model with one layer per group; by default full attention."""
+    groups = [KVCacheGroupSpec([f"{layer}.{number}"], spec) for number, spec in enumerate(specs or (full(),))]
+    return KVCacheConfig(8, [], groups, kv_cache_layout=layout)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from connector_fakes import FakeClient, make_request, make_step, reset_pending, scheduler_side
+from connector_fakes import FULL, FakeClient, make_request, make_step, reset_pending, scheduler_side
 from harness.polling import wait_until
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
+from kvtier.client import make_hold_key, make_key
+from kvtier.client.engines.vllm.scheduler.kv_events import KVEvents
 from kvtier.client.engines.vllm.worker.reports import SAVE_LOST_AFTER_S, WorkerReport
+from kvtier.client.offload import EndedSave, SaveJob
 
 TABLE = [[7, 8, 9]]
 
@@ -71,3 +74,13 @@ def test_a_save_of_which_nothing_is_heard_is_not_announced(monkeypatch: Any) -> 
         scheduler.build_step(make_step({}))
         assert not list(scheduler.take_events())
         assert scheduler._counters.take().data["save_blocks:not_stored"] == 3  # type: ignore[union-attr]
+
+
+def test_a_block_with_the_key_of_a_hold_is_not_announced() -> None:
+    """It has no content hash, so a router could not compare it with a prompt."""
+    events, job = KVEvents([FULL], None, enabled=True), SaveJob(1, "r")
+    job.add(make_hold_key("engine", "r", 0, 1, b"partial"), 0, 8)
+    job.add(make_key(bytes(32), 0), 0, 7)
+    events.stored(EndedSave(job, frozenset()))
+    (event,) = events.take()
+    assert event.block_hashes == [maybe_convert_block_hash(BlockHash(bytes(32)))]  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from connector_fakes import FakeClient, make_request, make_step, scheduler_side
+from connector_fakes import FULL, FakeClient, make_request, make_step, scheduler_side
 from harness.polling import wait_until
 
 from kvtier.client import (
@@ -24,8 +24,15 @@ from kvtier.client import (
     PublishStatus,
     make_key,
 )
+from kvtier.client.engines.vllm.background import RateLimitedLog
+from kvtier.client.engines.vllm.peers import Peers
 from kvtier.client.engines.vllm.scheduler import hold_calls
+from kvtier.client.engines.vllm.scheduler.hold_calls import HoldCalls
+from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmRequest
+from kvtier.client.engines.vllm.stats import TransferCounters
 from kvtier.client.engines.vllm.worker.reports import WorkerReport
+from kvtier.client.handoff import ClaimId, RemoteRequest
+from kvtier.client.offload import CacheGeometry
 
 TABLE = [[1, 2, 3, 4, 5, 6]]
 KEYS = [make_key(bytes([number]) * 32) for number in range(6)]
@@ -40,14 +47,16 @@ class HoldsClient(FakeClient):
         super().__init__()
         self.hits, self.before_claim = hits, before_claim
         self.claimed: list[HoldName] = []
+        self.wanted: list[dict[str, Any]] = []
         self.renewed: list[HoldName] = []
         self.released_holds: list[HoldName] = []
         self.published: list[str] = []
         self.late_publications = 0
         self.publish_status = PublishStatus.PUBLISHED
 
-    def claim(self, hold: HoldName, **_: Any) -> Any:
+    def claim(self, hold: HoldName, **wanted: Any) -> Any:
         self.claimed.append(hold)
+        self.wanted.append(wanted)
         self.before_claim()
         number = 1000 + len(self.claimed)
         return SimpleNamespace(
@@ -85,6 +94,29 @@ def test_a_part_of_a_hold_is_used_as_far_as_it_goes() -> None:
         assert client.released == []
         scheduler.loads_reported(["r"], [])
         wait_until(lambda: client.released == [1001] and client.released_holds == [HoldName("P", "p")])
+
+
+def test_only_the_own_server_knows_the_request_of_a_claim() -> None:
+    """At a peer's server the name could be that of another engine's request."""
+    own, other = HoldsClient(), HoldsClient()
+    other.wait_until_connected = lambda _: None  # type: ignore[attr-defined]
+    peers = Peers(own, [("unix:/ours", 0)], ["10.0.0.7:7070"], lambda _: other)  # type: ignore[arg-type, return-value]
+    calls = HoldCalls(peers, 60.0, RateLimitedLog(), TransferCounters())
+    request = VllmRequest(
+        make_request(6), RequestRegistration("r"), CacheGeometry((FULL,), 4, 4), may_load=True, may_save=True
+    )
+    for number, address in ((1, ("unix:/ours", 0)), (2, ("10.0.0.7", 7070))):
+        assert calls.start_claim(ClaimId(number), request, RemoteRequest("P", "p", *address), [3], 2)
+    answers: list[Any] = []
+    wait_until(lambda: answers.extend(calls.answers()) or len(answers) == 2)
+    calls.close()
+    names = [client.wanted[0].pop("request_id") for client in (own, other)]
+    assert names == ["r", ""]
+    for client in (own, other):
+        assert {name: client.wanted[0][name] for name in ("first_positions", "min_blocks")} == {
+            "first_positions": [3],
+            "min_blocks": 2,
+        }
 
 
 def test_what_is_about_to_be_pulled_is_kept_alive() -> None:
@@ -195,7 +227,7 @@ def test_all_held_blocks_are_offered_once_more() -> None:
 
 @pytest.mark.parametrize("flagged", [True, False])
 def test_a_hand_off_is_stored_in_every_role(*, flagged: bool) -> None:
-    """B2.8 A request that is handed on is saved step by step, also by an engine that saves no other."""
+    """B2.8 A request that is handed on is saved step by step, also by a mere consumer."""
     client = HoldsClient()
     with scheduler_side(client, may_save=False) as (scheduler, _):
         request = make_request(6, kv_transfer_params={"do_remote_decode": True} if flagged else None)
@@ -234,7 +266,7 @@ def test_nothing_is_pulled_or_held_that_is_about_to_be_forgotten() -> None:
         scheduler.new_request(request)
         wait_until(lambda: scheduler.matched_tokens(request, 0) == (24, True))
         assert scheduler.reset()
-        assert scheduler.matched_tokens(request, 0)[0] in (0, None)
+        assert scheduler.matched_tokens(request, 0) == (0, False)
         last = make_request(6, "last", kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=24)
         scheduler.new_request(last)
         scheduler.blocks_allocated(last, TABLE, 0)

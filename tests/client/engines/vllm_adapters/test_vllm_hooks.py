@@ -225,6 +225,20 @@ def test_a_load_of_several_jobs_is_sent_until_its_last_job(monkeypatch: pytest.M
         assert made.build_connector_meta(None).loads == [], "the load has ended"
 
 
+def test_a_load_that_waits_for_its_next_job_is_not_ended_by_other_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with jobs of other loads sends none for it."""
+    made, side = _broken(monkeypatch, SCHEDULER), Scheduler()
+    made._scheduler = side
+    first, last = (LoadJob("r", [BlockRead(1, [n], [0], [2 + n])], is_last=n == 1) for n in range(2))
+    other = LoadJob("s", [BlockRead(2, [0], [0], [7])])
+    for name in "rs":
+        made.update_state_after_alloc(make_request(1, name), _blocks(), 4)
+        side.steps = [StepMetadata([first if name == "r" else other], [], "ns")]
+        assert made.build_connector_meta(None).loads == [first if name == "r" else other]
+    side.steps = [StepMetadata([last], [], "ns")]
+    assert made.build_connector_meta(None).loads == [last]
+
+
 def test_reports_of_saves_and_loads_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure with one kind of report does not affect the other."""
     made, side = _broken(monkeypatch, SCHEDULER), Scheduler()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -170,6 +171,35 @@ def test_a_change_with_the_old_size_and_time_is_noticed(tmp_path: Path) -> None:
     assert adapters.tag_of(used) is None
 
 
+def test_only_the_first_request_with_an_adapter_that_is_loaded_in_place_loads_it(tmp_path: Path) -> None:
+    """A later request with other files has KV of the first content in vLLM's prefix cache."""
+    write(tmp_path / "a", "1")
+    adapters, used = LoraAdapters(RateLimitedLog()), adapter("a", tmp_path / "a", load_inplace=True)
+    tag = adapters.tag_of(used)
+    assert adapters.tag_of(used) == tag
+    assert adapters._loaded[1] is not None
+    write(tmp_path / "a", "2")
+    assert adapters.tag_of(used) is None
+    write(tmp_path / "a", "3")
+    assert adapters.tag_of(used) is None
+    loaded = adapters._loaded[1]
+    assert loaded is not None
+    assert loaded[-1] != adapters._fingerprints[str(tmp_path / "a")][1], "workers have the content of the first request"
+
+
+def test_an_adapter_is_loaded_once_unless_it_says_otherwise(tmp_path: Path) -> None:
+    """`loads` says whether the content of an id changes, so that its requests go stale."""
+    write(tmp_path / "a", "1")
+    adapters, used = LoraAdapters(RateLimitedLog()), adapter("a", tmp_path / "a")
+    assert not adapters.loads(used)
+    adapters.loaded(used)
+    tag = adapters.tag_of(used)
+    assert not adapters.loads(used), "vLLM does not load it again"
+    adapters.loaded(used)
+    assert adapters.tag_of(used) == tag is not None
+    assert adapters.loads(adapter("a", tmp_path / "a", load_inplace=True))
+
+
 def test_events_name_an_adapter_s_blocks_as_vllm_does(tmp_path: Path) -> None:
     """The tag is part of the key, and not of the hash in the event."""
     write(tmp_path / "a", "1")
@@ -216,6 +246,29 @@ def test_an_adapter_that_changes_during_its_load_is_not_identified(tmp_path: Pat
     adapters.loads(failed)  # and the load raises
     adapters.reset()
     assert adapters.tag_of(failed) is None
+
+
+def test_files_that_come_back_after_a_load_are_not_those_that_were_loaded(tmp_path: Path) -> None:
+    """Names, sizes and times are those of before the load; in between there were other files."""
+    write(tmp_path / "a", "c0")
+    adapters, used = LoraAdapters(RateLimitedLog()), adapter("a", tmp_path / "a")
+    adapters.loads(used)
+    (tmp_path / "a").rename(tmp_path / "kept")
+    write(tmp_path / "a", "c1")
+    adapters.loaded(used)
+    shutil.rmtree(tmp_path / "a")
+    (tmp_path / "kept").rename(tmp_path / "a")
+    assert adapters.tag_of(used) is None
+
+
+def test_a_tag_names_the_adapter_and_its_path(tmp_path: Path) -> None:
+    """Requests with two names of the same files share no blocks, as in vLLM's own prefix cache."""
+    for folder in ("a", "b"):
+        write(tmp_path / folder, "same")
+    adapters = LoraAdapters(RateLimitedLog())
+    names = [adapter("a", tmp_path / "a"), adapter("b", tmp_path / "a", 2), adapter("a", tmp_path / "b", 3)]
+    tags = {adapters.tag_of(name) for name in names}
+    assert len(tags - {None}) == 3
 
 
 def test_no_blocks_of_a_changed_adapter_get_to_an_engine_with_the_old_one(make: MakeEngine, tmp_path: Path) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from connector_fakes import FULL, PAGE, WINDOW, FakeClient, FakeTransfers, close_when_idle, start_lookup
+from connector_fakes import FULL, PAGE, WINDOW, FakeClient, make_caches, start_lookup
 from harness.polling import stays, wait_until
 
 from kvtier.client import NotConnected, make_key
@@ -19,29 +18,20 @@ from kvtier.client.engines.failures import Unsupported
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.layout import build_layouts
-from kvtier.client.engines.vllm.peers import Peers
+from kvtier.client.engines.vllm.request_settings import RequestSettings
 from kvtier.client.engines.vllm.scheduler import server_calls
 from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService, LookupState
 from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmRequest
 from kvtier.client.engines.vllm.worker.copies import make_copier
-from kvtier.client.engines.vllm.worker.reports import SAVE_WITHIN_S, StepMetadata, WorkerReport, WorkerReports
-from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.handoff import HandoffOptions
-from kvtier.client.offload import BlockRead, CacheGeometry, CacheGroup, LoadJob, SaveJob
+from kvtier.client.offload import CacheGeometry, CacheGroup
 
 # ---- bytes
 
 
-def _caches(num_blocks: int) -> dict[str, torch.Tensor]:
-    """Four layers in one allocation, like vLLM's; kernel blocks are half a block."""
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randint(0, 255, (4, num_blocks * 2, PAGE // 2), generator=generator, dtype=torch.uint8)
-    return dict(zip("abcd", whole.unbind(0), strict=True))
-
-
 def test_evenly_spaced_layers_move_in_one_copy() -> None:
     """Layers of one allocation are one segment; layers of two allocations are two."""
-    caches = _caches(8)
+    caches = make_caches(8)
     (layout,) = build_layouts([FULL], caches, 8)
     assert len(layout.segments) == 1
     caches["b"] = caches["b"].clone()
@@ -52,7 +42,7 @@ def test_evenly_spaced_layers_move_in_one_copy() -> None:
 @pytest.mark.parametrize("split", [False, True])
 def test_blocks_come_back_as_they_went(split: bool) -> None:  # noqa: FBT001 - a parameter of the test
     """A slot holds a block's layers in order; copying in restores exactly these pages."""
-    caches = _caches(8)
+    caches = make_caches(8)
     if split:
         caches["b"] = caches["b"].clone()
     copier = make_copier(build_layouts([FULL, WINDOW], caches, 8))
@@ -68,6 +58,27 @@ def test_blocks_come_back_as_they_went(split: bool) -> None:  # noqa: FBT001 - a
         assert torch.equal(blocks[2], old[5])
         assert torch.equal(blocks[3:], old[3:])
     assert all(torch.equal(caches[name], before[name]) for name in "cd")
+
+
+def test_layers_at_other_places_are_copied_in_the_groups_order() -> None:
+    """Layers may be allocated in another order than that of the group, and at uneven distances."""
+    whole = torch.arange(6 * 8 * PAGE).view(6, 8, PAGE).to(torch.uint8)
+    for places in ((2, 0), (2, 1, 0), (0, 1, 3), (5, 3, 4), (0, 2, 4)):
+        names = tuple("abc"[: len(places)])
+        group = CacheGroup(0, 4, None, names, (PAGE,) * len(places))
+        copier = make_copier(
+            build_layouts([group], {name: whole[at] for name, at in zip(names, places, strict=True)}, 8)
+        )
+        memory = memoryview(bytearray(len(places) * PAGE))
+        copier.copy_out(0, [3], memory, [0], copier.mark())
+        assert bytes(memory) == b"".join(bytes(whole[at][3].tolist()) for at in places)
+
+
+def test_blocks_must_divide_the_first_dimension_of_a_tensor() -> None:
+    """A block of vLLM is a whole number of kernel blocks."""
+    caches = {"a": torch.zeros(20, PAGE // 2, dtype=torch.uint8)}
+    with pytest.raises(Unsupported, match="first dimension 20 of layer a is not a multiple of the 8 blocks"):
+        build_layouts([CacheGroup(0, 4, None, ("a",), (PAGE,))], caches, 8)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["heads first", "tokens first"])
@@ -104,6 +115,30 @@ def test_a_block_that_is_not_one_run_of_bytes_is_refused() -> None:
     heads_outside = torch.zeros(2, 8, PAGE // 2, dtype=torch.uint8).transpose(0, 1)
     with pytest.raises(Unsupported, match="not contiguous"):
         build_layouts([CacheGroup(0, 4, None, ("a",), (PAGE,))], {"a": heads_outside}, 8)
+
+
+@pytest.mark.parametrize("shape", [(8, 3, 4, 16), (8, 4, 16)], ids=["three heads", "no dimension of heads"])
+def test_heads_that_are_not_a_multiple_of_the_parts_are_refused(shape: tuple[int, ...]) -> None:
+    """Otherwise a part would lack the bytes of a head."""
+    cache = torch.zeros(shape, dtype=torch.uint8)
+    group = CacheGroup(0, 4, None, ("a",), (cache.numel() // 8 // 2,))
+    for piece in (0, 1):
+        with pytest.raises(Unsupported, match="cannot be divided into 2 parts"):
+            build_layouts([group], {"a": cache}, 8, piece, 2)
+
+
+@pytest.mark.parametrize("tensors", [None, [], [None], [torch.zeros(8, PAGE, dtype=torch.uint8), None]])
+def test_a_layer_without_a_tensor_is_refused(tensors: Any) -> None:
+    with pytest.raises(Unsupported, match="layer a has no KV tensor"):
+        build_layouts([CacheGroup(0, 4, None, ("a",), (PAGE,))], {"a": tensors}, 8)
+
+
+def test_a_page_of_another_size_is_refused() -> None:
+    """The tensors of a layer must have the bytes that vLLM's configuration says."""
+    caches = make_caches(8)
+    for page_bytes in (PAGE // 2, 2 * PAGE):
+        with pytest.raises(Unsupported, match=f"has {PAGE} bytes, expected {page_bytes}"):
+            build_layouts([CacheGroup(0, 4, None, ("a",), (page_bytes,))], caches, 8)
 
 
 # ---- settings
@@ -236,6 +271,25 @@ def test_a_server_that_is_not_there_is_a_miss_at_once() -> None:
         assert lookup.found.hit_tokens == 0
 
 
+def test_a_request_whose_registration_failed_is_registered_by_its_next_call() -> None:
+    """B3.12 Otherwise no tier would hear of the request, and its settings would be lost."""
+
+    def fail() -> None:
+        raise NotConnected("gone")
+
+    client, request = FakeClient(before=fail), RequestRegistration("r", 5)
+    with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
+        first = start_lookup(service, request, _hashes(1), 4)
+        wait_until(lambda: first.state is LookupState.DONE)
+        client.before, service._circuit_open_until = (lambda: None), 0.0
+        client.begun.clear()
+        second = start_lookup(service, request, _hashes(1), 4)
+        wait_until(lambda: second.state is LookupState.DONE)
+        third = start_lookup(service, request, _hashes(1), 4)
+        wait_until(lambda: third.state is LookupState.DONE)
+        assert client.begun == {"r": (5, None)}
+
+
 def test_a_long_request_is_looked_up_in_calls_that_the_server_takes() -> None:
     """A lookup may need several calls: the first begins the request, and the first miss ends it."""
     client = FakeClient({make_key(bytes([number]) * 32, 0) for number in range(5)})
@@ -246,6 +300,54 @@ def test_a_long_request_is_looked_up_in_calls_that_the_server_takes() -> None:
         assert lookup.found.hit_tokens == 20
         assert client.asked == [2, 2, 2]
         assert lookup.found.items[0] == {0: (1, 0), 1: (1, 1), 2: (2, 0), 3: (2, 1), 4: (3, 0)}
+
+
+def test_a_lookup_may_begin_behind_the_engines_own_blocks() -> None:
+    """B4.10 It asks for the blocks after `start`, and their positions are those in the request."""
+    client = FakeClient({make_key(bytes([number]) * 32, group) for number in range(2, 5) for group in (0, 1)})
+    with _lookups(client, CacheGeometry((FULL, WINDOW), 4, 4)) as service:
+        lookup = start_lookup(service, RequestRegistration("r"), _hashes(6, 6), 24, start=8)
+        wait_until(lambda: lookup.state is LookupState.DONE)
+        assert client.looked_up[0] == [make_key(bytes([number]) * 32, 0) for number in range(2, 6)]
+        assert lookup.found.hit_tokens == 20
+        assert lookup.found.items == {0: {2: (1, 0), 3: (1, 1), 4: (1, 2)}, 1: {3: (2, 0), 4: (2, 1)}}
+        assert lookup.found.sources == dict.fromkeys((2, 3, 4), "cpu")
+
+
+def test_keys_of_a_lookup_have_the_tag_of_the_request() -> None:
+    """The blocks of a LoRA adapter have other keys than those of the model."""
+    client = FakeClient({make_key(bytes(32) + b"tag", 0)})
+    with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
+        tagged = start_lookup(service, RequestRegistration("r"), _hashes(1), 4, tag=b"tag")
+        plain = start_lookup(service, RequestRegistration("s"), _hashes(1), 4)
+        wait_until(lambda: {tagged.state, plain.state} == {LookupState.DONE})
+        assert (tagged.found.hit_tokens, plain.found.hit_tokens) == (4, 0)
+
+
+def test_only_the_first_call_of_a_lookup_demands_a_least_number_of_hits() -> None:
+    """`min_hit_tokens` counts from the start of the hit. A later call may find fewer blocks."""
+    client = FakeClient({make_key(bytes([number]) * 32, 0) for number in range(3)})
+    client.max_keys = 2
+    request = RequestRegistration("r", settings=RequestSettings(min_hit_tokens=9))
+    with _lookups(client, CacheGeometry((FULL, WINDOW), 4, 4)) as service:
+        lookup = start_lookup(service, request, _hashes(5, 5), 20)
+        wait_until(lambda: lookup.state is LookupState.DONE)
+        assert client.asked[:2] == [2, 2]
+        assert [options.get("min_hits") for options in client.options] == [2, *[None] * (len(client.options) - 1)]
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_lookup_without_a_hit_keeps_no_lease(*, dropped: bool) -> None:
+    """B4.3 Also if its window is missing, so that the blocks of full attention are of no use."""
+    client = FakeClient({make_key(bytes([number]) * 32, 0) for number in range(3)})
+    with _lookups(client, CacheGeometry((FULL, WINDOW), 4, 4)) as service:
+        lookup = start_lookup(service, RequestRegistration("r"), _hashes(3, 3), 12)
+        wait_until(lambda: lookup.state is LookupState.DONE)
+        assert lookup.found.hit_tokens == 0
+        wait_until(lambda: sorted(client.released) == list(range(1, len(client.asked) + 1)))
+        if dropped:
+            service.drop_lookup(lookup.number)
+    assert sorted(client.released) == list(range(1, len(client.asked) + 1)), "each once"
 
 
 def test_a_request_is_finished_after_its_last_lookup() -> None:
@@ -287,132 +389,3 @@ def test_a_partial_block_has_a_key_when_its_tokens_are_known() -> None:
     assert keys[0] != keys[1]
     assert adapted.hold_key("engine", "hold", FULL, 2, 11) is None, "the last token is not known"
     assert adapted.hold_key("engine", "hold", FULL, 3, 10) is None, "block 2 has no hash"
-
-
-# ---- the worker
-
-
-@pytest.mark.parametrize("error", [None, NotConnected("gone"), ValueError("a defect")])
-def test_every_job_is_reported_after_a_failure(error: Exception | None) -> None:
-    """Failed loads are reported as failed and failed saves as ended, so that the engine goes on."""
-    client, caches = FakeTransfers(error), _caches(8)
-    reports = WorkerReports()
-    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
-    worker.register(caches)
-    step = StepMetadata(
-        loads=[LoadJob("good", [BlockRead(1, [0], [0], [2])]), LoadJob("impossible")],
-        saves=[SaveJob(1, "r", [b"k0", b"k1"], [0, 0], [4, 5])],
-        namespace_digest="ns",
-    )
-    worker.start_loads(step)
-    worker.start_saves(step)
-    loaded: set[str] = set()
-    failed: set[str] = set()
-    ended: dict[int, int] = {}
-
-    def all_reported() -> bool:
-        results, report = reports.take_results(idle=True), reports.take_report()
-        loaded.update(results.finished_recving)
-        failed.update(results.failed_recving)
-        ended.update(report.ended_saves if report else {})
-        return loaded == {"good", "impossible"} and ended == {1: 1}
-
-    wait_until(all_reported)
-    assert failed == ({"good", "impossible"} if error else {"impossible"})
-    if error is None:
-        assert bytes(client.memory[:PAGE]) == bytes(caches["a"].view(8, PAGE)[5].tolist())
-    close_when_idle(worker)
-
-
-def test_a_worker_of_another_namespace_moves_nothing() -> None:
-    """If scheduler and worker disagree about the namespace, all is a miss."""
-    reports = WorkerReports()
-    worker = WorkerSide(lambda *_: FakeTransfers(), [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type]
-    worker.register(_caches(8))
-    step = StepMetadata(
-        [LoadJob("r", [BlockRead(1, [0], [0], [2])])], [SaveJob(1, "r", [b"k"], [0], [3])], namespace_digest="other"
-    )
-    worker.start_loads(step)
-    worker.start_saves(step)
-    assert reports.take_results(idle=False).failed_recving == {"r"}
-    assert reports.take_report() == WorkerReport({1: 1}, {1: {0}})
-    close_when_idle(worker)
-
-
-def test_a_worker_whose_bytes_another_rank_stores_reports_saves() -> None:
-    """B4.5 It stores nothing, but the scheduler waits for the report of each worker."""
-    client, reports = FakeTransfers(), WorkerReports()
-    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog(), stores=False)  # type: ignore[arg-type,return-value]
-    worker.register(_caches(8))
-    worker.start_saves(StepMetadata([], [SaveJob(1, "r", [b"k"], [0], [3])], "ns"))
-    close_when_idle(worker)
-    assert client.written == []
-    assert reports.take_report() == WorkerReport({1: 1})
-
-
-def test_a_worker_says_what_it_did_not_store() -> None:
-    """B3.5 Blocks without room, or of another writer, do not count as stored."""
-    client, reports = FakeTransfers(max_keys=4), WorkerReports()
-    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
-    worker.register(_caches(8))
-    keys = [bytes([number]) * 8 for number in range(6)]
-    job = SaveJob(1, "r", keys, [0] * 6, [1, 2, 3, 4, 5, 6])
-    worker.start_saves(StepMetadata(saves=[job], namespace_digest="ns"))
-    close_when_idle(worker)
-    assert client.written == [keys[:4], keys[4:]]
-    assert reports.take_report() == WorkerReport({1: 1}, {1: {2, 3}})
-
-
-def test_one_event_per_step_and_kind_taken_when_the_compute_was_submitted() -> None:
-    """B4.4, B4.11 A step's loads wait for one event, and its saves for another."""
-    client, reports, copied = FakeTransfers(), WorkerReports(), []
-    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
-    worker.register(_caches(8))
-    marks = iter(("loads 1", "saves 1", "saves 2"))
-    worker._copiers = (
-        SimpleNamespace(  # type: ignore[assignment]
-            mark=lambda: next(marks),
-            copy_in=lambda _group, ids, _memory, _offsets, after: copied.append((ids, after)),
-            copy_out=lambda _group, ids, _memory, _offsets, after: copied.append((ids, after)),
-        ),
-    )
-    loads = [LoadJob(name, [BlockRead(1, [0], [0], [block])]) for name, block in (("r", 2), ("s", 3))]
-    saves = [SaveJob(number, "t", [b"k0", b"k1"], [0, 0], [4, 4 + number]) for number in (1, 2)]
-    worker.start_loads(StepMetadata(loads, [], "ns"))
-    worker.start_saves(StepMetadata([], saves, "ns"))
-    worker.start_saves(StepMetadata([], [SaveJob(3, "t", [b"k0", b"k1"], [0, 0], [4, 7])], "ns"))
-    close_when_idle(worker)
-    expected = [([2], "loads 1"), ([3], "loads 1"), ([5], "saves 1"), ([6], "saves 1"), ([7], "saves 2")]
-    assert sorted(copied) == expected
-
-
-def test_memory_of_every_client_of_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B4.16 The server's region and the staging buffers for all servers are pinned."""
-    pin, given = object(), list[object]()
-
-    def connect(_piece: int, pin: object) -> FakeTransfers:
-        given.append(pin)
-        return FakeTransfers()
-
-    def peers_of(_piece: int, own: Any, pin: object) -> Peers:
-        given.append(pin)
-        return Peers(own)
-
-    monkeypatch.setattr(WorkerSide, "_pin_for", lambda *_: pin)
-    worker = WorkerSide(connect, [FULL], "ns", 8, WorkerReports(), RateLimitedLog(), peers_of=peers_of)  # type: ignore[arg-type]
-    worker.register(_caches(8))
-    close_when_idle(worker)
-    assert given == [pin, pin]
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_save_that_is_old_is_not_begun(*, late: bool) -> None:
-    """B5.6 A worker that was stopped for long reads no block that its scheduler has released."""
-    client, reports = FakeTransfers(), WorkerReports()
-    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
-    worker.register(_caches(8))
-    sent_at = time.time() - (SAVE_WITHIN_S if late else 0)
-    worker.start_saves(StepMetadata([], [SaveJob(1, "r", [b"k0", b"k1"], [0, 0], [4, 5])], "ns", sent_at=sent_at))
-    close_when_idle(worker)
-    assert client.written == ([] if late else [[b"k0", b"k1"]])
-    assert reports.take_report() == WorkerReport({1: 1}, {1: {0, 1}} if late else {})

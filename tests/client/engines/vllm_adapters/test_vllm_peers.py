@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import pytest
+from connector_fakes import FakeClient
 
 from kvtier.client import Client, Unavailable
 from kvtier.client.engines.vllm.peers import OWN, Peers
@@ -32,3 +33,23 @@ def test_only_servers_in_the_settings_are_peers(host: str, port: int, endpoint: 
 def test_a_worker_without_connections_reads_only_from_its_own_server() -> None:
     with pytest.raises(Unavailable, match="reads only from its own server"):
         PEERS.client("10.0.0.2:7000")
+
+
+def test_each_peer_is_connected_once_until_it_is_closed() -> None:
+    """A reset closes the clients of old weights; later pulls use others. The own client stays."""
+    made: list[FakeClient] = []
+
+    def connect(_: str) -> FakeClient:
+        made.append(FakeClient())
+        return made[-1]
+
+    own = FakeClient()
+    peers = Peers(own, [], ["10.0.0.2:7000"], connect)  # type: ignore[arg-type]
+    assert peers.client(OWN) is own
+    first = peers.client("10.0.0.2:7000")
+    assert peers.client("10.0.0.2:7000") is first
+    peers.close()
+    assert (own.connected, first.connected) == (True, False)
+    assert peers.client("10.0.0.2:7000") is made[1] is not first
+    assert peers.client(OWN) is own
+    assert len(made) == 2

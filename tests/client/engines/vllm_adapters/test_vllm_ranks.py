@@ -31,6 +31,7 @@ from kvtier.client.engines.failures import Unsupported
 from kvtier.client.engines.vllm import KVTierConnector
 from kvtier.client.engines.vllm.compat import KVConnectorRole
 from kvtier.client.engines.vllm.ranks import Parts, Ranks, merge_stages, resolve_ranks
+from kvtier.client.engines.vllm.worker import worker as worker_half
 from kvtier.client.engines.vllm.worker.reports import StepMetadata
 from kvtier.client.offload import BlockRead, LoadJob, SaveJob
 
@@ -138,11 +139,13 @@ class Engine:
         worker.start_load_kv(None)
         worker.wait_for_save()
 
-    def save(self, number: int, block_ids: list[int], groups: list[int] | None = None) -> Mapping[int, set[int]]:
+    def save(
+        self, number: int, block_ids: list[int], groups: list[int] | None = None, contents: Any = ()
+    ) -> Mapping[int, set[int]]:
         """Saves blocks under KEYS in a worker; returns those that it reports as not stored."""
         worker, groups = self.workers[number], groups or [0] * len(block_ids)
         keys = [make_key(key[:32], group) for key, group in zip(KEYS, groups, strict=True)]
-        self.step(worker, [], [SaveJob(1, "r", keys, groups, block_ids)])
+        self.step(worker, [], [SaveJob(1, "r", keys, groups, block_ids, list(contents))])
         report = wait_until(worker.build_connector_worker_meta)
         assert report.ended_saves == {1: 1 << number}  # type: ignore[attr-defined]
         return report.not_stored  # type: ignore[attr-defined,no-any-return]
@@ -395,6 +398,31 @@ def test_ranks_are_counted_within_one_engine() -> None:
     parallel.tensor_parallel_size = 2
     with pytest.raises(Unsupported, match="external launcher"):
         resolve_ranks(SimpleNamespace(parallel_config=parallel), Parts((), ""))
+
+
+def test_draft_models_of_pipelines_are_refused() -> None:
+    """Only the workers of the last stage would hear when a forward pass is over."""
+    draft = SimpleNamespace(model="draft")
+    for stages, refused in ((1, False), (2, True)):
+        config = engine_config("/model", {}, parallel={"pipeline_parallel_size": stages}, speculative=draft)
+        with pytest.raises(Unsupported, match="speculative decoding") if refused else contextlib.nullcontext():
+            resolve_ranks(config, Parts((), ""))
+
+
+def test_stages_must_have_the_same_number_of_parts() -> None:
+    """Otherwise a rank of one stage would have the numbers of another one's parts."""
+    with pytest.raises(Unsupported, match="different numbers of parts"):
+        merge_stages({(0, 0): Parts((8,), "a", pieces=2), (1, 0): Parts((8,), "b")}, 2, 1)
+
+
+def test_one_worker_tells_the_server_the_tokens_of_blocks(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All workers get the contents of a save; the server needs them once."""
+    described: list[object] = []
+    monkeypatch.setattr(worker_half, "describe_blocks", lambda client, *_: described.append(client) or True)
+    made = engine([FULL], [[["0", "1"]]], tensor=2)
+    for number in range(2):
+        made.save(number, [1, 2], contents=["first", "second"])
+    assert described == [*made.workers[0]._worker._clients]
 
 
 def test_ranks_of_one_stage_must_agree() -> None:

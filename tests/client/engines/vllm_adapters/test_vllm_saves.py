@@ -94,7 +94,7 @@ def test_blocks_of_a_failed_load_are_computed_and_saved() -> None:
 
 
 def test_a_load_is_sent_although_the_saves_of_its_step_cannot_be_planned() -> None:
-    """B4.8 Its request waits for the load. The blocks that were not saved are saved in a later step."""
+    """B4.8 Its request waits for the load. The other blocks are saved in a later step."""
     client = FakeClient({make_key(bytes([number]) * 32, 0) for number in range(2)})
     with scheduler_side(client) as (scheduler, _):
         loading, running = make_request(3, "loading"), make_request(2, "running", skip_reading_prefix_cache=True)

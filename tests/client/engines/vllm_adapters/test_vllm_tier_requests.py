@@ -10,7 +10,7 @@ import pytest
 from harness.polling import wait_until
 from tier_fixtures import KEYS, TierParts, keys_of, make_tier_parts
 
-from kvtier.client import NotConnected, OffloadPolicy
+from kvtier.client import InvalidRequest, KVTierError, LimitExceeded, NotConnected, OffloadPolicy
 from kvtier.client.engines.vllm.scheduler import server_calls
 from kvtier.client.engines.vllm_tier import tier_lookups
 from kvtier.client.engines.vllm_tier.tier_lookups import Answer
@@ -148,3 +148,69 @@ def test_marks_that_are_late_are_dropped(room: TierParts, monkeypatch: pytest.Mo
     wait_until(lambda: "finished r" in room.client.told)
     assert room.client.marked == []
     assert not room.lookups.circuit_open
+
+
+@pytest.mark.parametrize(
+    ("error", "pauses"), [(NotConnected("gone"), True), (LimitExceeded("full"), False), (InvalidRequest("odd"), False)]
+)
+@pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
+def test_a_transfer_that_fails_is_reported(
+    room: TierParts, monkeypatch: pytest.MonkeyPatch, error: KVTierError, leases: Any, *, pauses: bool
+) -> None:
+    """Only a server that cannot be reached pauses the calls. Then a load fails at once."""
+    monkeypatch.setattr(server_calls, "_CIRCUIT_OPEN_S", 3600.0)
+
+    def fail() -> None:
+        raise error
+
+    room.client.hand_out = fail
+    request = room.lookups.begin("r", None)
+    room.transfers.submit(room.job(1, request, leases))
+    assert room.finished() == {1: frozenset()}
+    assert room.lookups.circuit_open is pauses
+    room.client.hand_out = lambda: None
+    room.transfers.submit(room.job(2, request, [1] * 4))
+    assert room.finished() == {2: frozenset() if pauses else frozenset(KEYS)}
+    room.client.connected = False
+    room.transfers.submit(room.job(3, request))
+    assert room.finished() == {3: frozenset()}
+
+
+def test_an_answer_for_a_request_that_has_ended_is_not_used(room: TierParts) -> None:
+    """The server releases the leases of the request, so their hits are no longer protected."""
+    answered, asked = threading.Event(), threading.Event()
+    room.client.keys = set(KEYS)
+    room.client.before = lambda: (asked.set(), answered.wait(60), None)[2]
+    request = room.lookups.begin("r", None)
+    room.lookups.answer(request, KEYS[0], 16)
+    room.lookups.send(request)
+    assert asked.wait(60)
+    room.lookups.end(request, {})
+    answered.set()
+    wait_until(lambda: "finished r" in room.client.told)
+    room.lookups._take_done()
+    assert not room.lookups._done
+    assert request.known == {}
+    assert request.leases == []
+
+
+def test_the_server_is_not_asked_for_more_policies_after_a_failure(room: TierParts) -> None:
+    """Its start must not take four timeouts."""
+    calls: list[str] = []
+
+    def fail() -> None:
+        calls.append("asked")
+        raise NotConnected("gone")
+
+    room.client.before = fail
+    room.lookups.ask_policies()
+    assert calls == ["asked"]
+
+
+def test_the_table_of_policies_is_bounded(room: TierParts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users choose the parameters of their requests."""
+    monkeypatch.setattr(tier_lookups, "_MAX_KINDS", 3)
+    for number in range(10):
+        registration = room.lookups.begin(f"r{number}", {f"name {number}": 1}).registration
+        room.lookups.lookup_keys(registration, (), 0.0, prefix=True)
+        assert 1 <= len(room.lookups._policies) <= 3

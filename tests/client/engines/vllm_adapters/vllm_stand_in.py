@@ -19,7 +19,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 import prometheus_client
-import torch
+from kv_cache_stand_in import (
+    BlockPool,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 __all__ = ["MODULES", "install"]
 
@@ -156,84 +165,6 @@ def make_offload_key(block_hash: bytes, group: int) -> bytes:
 
 def group_kernel_blocks(cache: Any, num_blocks: int) -> Any:
     return cache if cache.shape[0] == num_blocks else cache.unflatten(0, (num_blocks, -1))
-
-
-# ---- KV cache groups
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    block_size: int
-    num_kv_heads: int
-    head_size: int
-    dtype: torch.dtype
-
-    @property
-    def num_heads(self) -> int:
-        return self.num_kv_heads
-
-    @property
-    def unpadded_page_size_bytes(self) -> int:
-        return 2 * self.block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class FullAttentionSpec(AttentionSpec):
-    num_head_slots: int | None = None
-    state_content_bytes: int = 0
-
-    @property
-    def num_heads(self) -> int:
-        return self.num_kv_heads if self.num_head_slots is None else self.num_head_slots
-
-    @property
-    def state_content_size_bytes(self) -> int:
-        return self.state_content_bytes or 2 * self.head_size * self.dtype.itemsize
-
-    @property
-    def unpadded_page_size_bytes(self) -> int:
-        return self.num_heads * self.block_size * self.state_content_size_bytes
-
-
-@dataclass(frozen=True)
-class MLAAttentionSpec(AttentionSpec):
-    max_tp_shards: int | None = None
-
-    @property
-    def unpadded_page_size_bytes(self) -> int:
-        """Keys and values share one latent vector."""
-        return super().unpadded_page_size_bytes // 2
-
-
-@dataclass(frozen=True)
-class SlidingWindowSpec(AttentionSpec):
-    sliding_window: int
-    extra_retained_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class UniformTypeKVCacheSpecs:
-    block_size: int
-    kv_cache_specs: dict[str, AttentionSpec]
-
-
-@dataclass
-class KVCacheGroupSpec:
-    layer_names: list[str]
-    kv_cache_spec: Any
-
-
-@dataclass
-class KVCacheConfig:
-    num_blocks: int
-    kv_cache_tensors: list[Any]
-    kv_cache_groups: list[KVCacheGroupSpec]
-    kv_cache_layout: str | None = None
-    kv_tp_replicas: int = 1
-
-    @property
-    def prefix_cacheable_group_ids(self) -> tuple[int, ...]:
-        return tuple(range(len(self.kv_cache_groups)))
 
 
 def resolve_dcp_kv_block_size(spec: Any, dcp_world_size: int) -> int:
@@ -390,6 +321,7 @@ _SPECS = (
     KVCacheConfig,
     KVCacheGroupSpec,
     MLAAttentionSpec,
+    MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     group_kernel_blocks,
@@ -403,6 +335,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     f"{_KV_TRANSFER}.metrics": _named(KVConnectorPromMetrics, KVConnectorStats),
     "vllm.logger": {"init_logger": logging.getLogger},
     "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
+    "vllm.v1.core.block_pool": _named(BlockPool),
     "vllm.v1.core.kv_cache_utils": _named(
         generate_block_hash_extra_keys,
         get_block_hash,
@@ -414,7 +347,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
         BlockHash=bytes,
     ),
     "vllm.v1.core.sched.output": _types("KVConnectorBlockState"),
-    "vllm.v1.kv_cache_interface": _named(*_SPECS) | _types("MambaSpec"),
+    "vllm.v1.kv_cache_interface": _named(*_SPECS),
     "vllm.v1.kv_offload.base": _named(
         Locality,
         LookupResult,

@@ -1,0 +1,55 @@
+"""What the adapter asks SGLang for: the engine's arguments, and agreement of ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rig import kv_pool, latent_pool
+
+from kvtier.client.engines.sglang import sglang_api
+
+
+class Arguments:
+    """The class of the engine's arguments."""
+
+
+def test_arguments_are_those_that_sglang_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By SGLang's groups; an argument that is in no group counts too."""
+    resolved = {"device": "cuda", "model_path": "tiny", "revision": None, "new": 1}
+    context = SimpleNamespace(server_args=Arguments(), resolved_server_args_dict=lambda: resolved)
+
+    def namespace_of(kind: type) -> dict[str, str]:
+        assert kind is Arguments
+        return {"device": "device", "model_path": "model", "revision": "model"}
+
+    monkeypatch.setattr(sglang_api, "get_context", lambda: context)
+    monkeypatch.setattr(sglang_api, "namespace_of", namespace_of)
+    assert sglang_api.engine_settings() == {
+        "device": {"device": "cuda"},
+        "model": {"model_path": "tiny", "revision": None},
+        "": {"new": 1},
+    }
+
+
+def test_all_ranks_take_the_text_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They clear into one namespace. A single rank calls no other."""
+    asked: list[tuple[str, int]] = []
+
+    def broadcast(text: str, *, src: int) -> str:
+        asked.append((text, src))
+        return "of rank 0"
+
+    group: Any = SimpleNamespace(tp_group=SimpleNamespace(broadcast_object=broadcast))
+    monkeypatch.setattr(sglang_api, "get_parallel", lambda: group)
+    assert sglang_api.agree("mine", 1) == "mine"
+    assert asked == []
+    assert sglang_api.agree("mine", 4) == "of rank 0"
+    assert asked == [("mine", 0)]
+
+
+def test_only_pools_of_heads_are_split() -> None:
+    """Latent KV is the same on all ranks."""
+    assert sglang_api.is_split_by_heads(kv_pool())
+    assert not sglang_api.is_split_by_heads(latent_pool())

@@ -1,0 +1,251 @@
+"""The vLLM connector's worker half: jobs, their reports, threads and batches."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from connector_fakes import FULL, PAGE, FakeTransfers, close_when_idle, make_caches
+from harness.polling import wait_until
+
+from kvtier.client import NotConnected
+from kvtier.client.engines.vllm.background import RateLimitedLog
+from kvtier.client.engines.vllm.peers import OWN, Peers
+from kvtier.client.engines.vllm.worker import worker as worker_module
+from kvtier.client.engines.vllm.worker.reports import SAVE_WITHIN_S, StepMetadata, WorkerReport, WorkerReports
+from kvtier.client.engines.vllm.worker.worker import WorkerSide
+from kvtier.client.offload import BlockRead, LoadJob, SaveJob
+
+
+@pytest.mark.parametrize("error", [None, NotConnected("gone"), ValueError("a defect")])
+def test_every_job_is_reported_after_a_failure(error: Exception | None) -> None:
+    """Failed loads are reported as failed and failed saves as ended, so that the engine goes on."""
+    client, caches = FakeTransfers(error), make_caches(8)
+    reports = WorkerReports()
+    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
+    worker.register(caches)
+    step = StepMetadata(
+        loads=[LoadJob("good", [BlockRead(1, [0], [0], [2])]), LoadJob("impossible")],
+        saves=[SaveJob(1, "r", [b"k0", b"k1"], [0, 0], [4, 5])],
+        namespace_digest="ns",
+    )
+    worker.start_loads(step)
+    worker.start_saves(step)
+    loaded: set[str] = set()
+    failed: set[str] = set()
+    ended: dict[int, int] = {}
+
+    def all_reported() -> bool:
+        results, report = reports.take_results(idle=True), reports.take_report()
+        loaded.update(results.finished_recving)
+        failed.update(results.failed_recving)
+        ended.update(report.ended_saves if report else {})
+        return loaded == {"good", "impossible"} and ended == {1: 1}
+
+    wait_until(all_reported)
+    assert failed == ({"good", "impossible"} if error else {"impossible"})
+    if error is None:
+        assert bytes(client.memory[:PAGE]) == bytes(caches["a"].view(8, PAGE)[5].tolist())
+    close_when_idle(worker)
+
+
+def test_a_load_reads_from_all_of_its_leases() -> None:
+    """Blocks of several groups, or of several calls of a lookup, have leases of their own."""
+    client, caches, reports, leases = FakeTransfers(), make_caches(8), WorkerReports(), []
+    read = client.read
+    client.read = lambda lease, items: leases.append((lease, list(items))) or read(lease, items)  # type: ignore[method-assign, func-returns-value]
+    client.memory[:] = bytes([9]) * len(client.memory)
+    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
+    worker.register(caches)
+    reads = [BlockRead(1, [0, 1], [0, 0], [2, 3]), BlockRead(2, [2], [0], [5])]
+    worker.start_loads(StepMetadata([LoadJob("r", reads)], [], "ns"))
+    wait_until(lambda: reports.take_results(idle=True).finished_recving == {"r"})
+    close_when_idle(worker)
+    assert leases == [(1, [0, 1]), (2, [2])]
+    filled = [block for block in range(8) if (caches["a"].view(8, PAGE)[block] == 9).all()]
+    assert filled == [2, 3, 5]
+
+
+def test_a_worker_of_another_namespace_moves_nothing() -> None:
+    """If scheduler and worker disagree about the namespace, all is a miss."""
+    reports = WorkerReports()
+    worker = WorkerSide(lambda *_: FakeTransfers(), [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type]
+    worker.register(make_caches(8))
+    step = StepMetadata(
+        [LoadJob("r", [BlockRead(1, [0], [0], [2])])], [SaveJob(1, "r", [b"k"], [0], [3])], namespace_digest="other"
+    )
+    worker.start_loads(step)
+    worker.start_saves(step)
+    assert reports.take_results(idle=False).failed_recving == {"r"}
+    assert reports.take_report() == WorkerReport({1: 1}, {1: {0}})
+    close_when_idle(worker)
+
+
+def test_a_worker_whose_bytes_another_rank_stores_reports_saves() -> None:
+    """B4.5 It stores nothing, but the scheduler waits for the report of each worker."""
+    client, reports = FakeTransfers(), WorkerReports()
+    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog(), stores=False)  # type: ignore[arg-type,return-value]
+    worker.register(make_caches(8))
+    worker.start_saves(StepMetadata([], [SaveJob(1, "r", [b"k"], [0], [3])], "ns"))
+    close_when_idle(worker)
+    assert client.written == []
+    assert reports.take_report() == WorkerReport({1: 1})
+
+
+def test_a_worker_says_what_it_did_not_store() -> None:
+    """B3.5 Blocks without room, or of another writer, do not count as stored."""
+    client, reports = FakeTransfers(max_keys=4), WorkerReports()
+    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
+    worker.register(make_caches(8))
+    keys = [bytes([number]) * 8 for number in range(6)]
+    job = SaveJob(1, "r", keys, [0] * 6, [1, 2, 3, 4, 5, 6])
+    worker.start_saves(StepMetadata(saves=[job], namespace_digest="ns"))
+    close_when_idle(worker)
+    assert client.written == [keys[:4], keys[4:]]
+    assert reports.take_report() == WorkerReport({1: 1}, {1: {2, 3}})
+
+
+def test_one_event_per_step_and_kind_taken_when_the_compute_was_submitted() -> None:
+    """B4.4, B4.11 A step's loads wait for one event, and its saves for another."""
+    client, reports, copied = FakeTransfers(), WorkerReports(), []
+    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
+    worker.register(make_caches(8))
+    marks = iter(("loads 1", "saves 1", "saves 2"))
+    worker._copiers = (
+        SimpleNamespace(  # type: ignore[assignment]
+            mark=lambda: next(marks),
+            copy_in=lambda _group, ids, _memory, _offsets, after: copied.append((ids, after)),
+            copy_out=lambda _group, ids, _memory, _offsets, after: copied.append((ids, after)),
+        ),
+    )
+    loads = [LoadJob(name, [BlockRead(1, [0], [0], [block])]) for name, block in (("r", 2), ("s", 3))]
+    saves = [SaveJob(number, "t", [b"k0", b"k1"], [0, 0], [4, 4 + number]) for number in (1, 2)]
+    worker.start_loads(StepMetadata(loads, [], "ns"))
+    worker.start_saves(StepMetadata([], saves, "ns"))
+    worker.start_saves(StepMetadata([], [SaveJob(3, "t", [b"k0", b"k1"], [0, 0], [4, 7])], "ns"))
+    close_when_idle(worker)
+    expected = [([2], "loads 1"), ([3], "loads 1"), ([5], "saves 1"), ([6], "saves 1"), ([7], "saves 2")]
+    assert sorted(copied) == expected
+
+
+def test_memory_of_every_client_of_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B4.16 The server's region and the staging buffers for all servers are pinned."""
+    pin, given = object(), list[object]()
+
+    def connect(_piece: int, pin: object) -> FakeTransfers:
+        given.append(pin)
+        return FakeTransfers()
+
+    def peers_of(_piece: int, own: Any, pin: object) -> Peers:
+        given.append(pin)
+        return Peers(own)
+
+    monkeypatch.setattr(WorkerSide, "_pin_for", lambda *_: pin)
+    worker = WorkerSide(connect, [FULL], "ns", 8, WorkerReports(), RateLimitedLog(), peers_of=peers_of)  # type: ignore[arg-type]
+    worker.register(make_caches(8))
+    close_when_idle(worker)
+    assert given == [pin, pin]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_save_that_is_old_is_not_begun(*, late: bool) -> None:
+    """B5.6 A worker that was stopped for long reads no block that its scheduler has released."""
+    client, reports = FakeTransfers(), WorkerReports()
+    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
+    worker.register(make_caches(8))
+    sent_at = time.time() - (SAVE_WITHIN_S if late else 0)
+    worker.start_saves(StepMetadata([], [SaveJob(1, "r", [b"k0", b"k1"], [0, 0], [4, 5])], "ns", sent_at=sent_at))
+    close_when_idle(worker)
+    assert client.written == ([] if late else [[b"k0", b"k1"]])
+    assert reports.take_report() == WorkerReport({1: 1}, {1: {0, 1}} if late else {})
+
+
+def test_a_slow_peer_delays_no_load_from_the_own_server() -> None:
+    """Loads of each server have a thread, and loads do not wait for saves."""
+    gate, reports, caches = threading.Event(), WorkerReports(), make_caches(8)
+
+    class Slow(FakeTransfers):
+        @contextlib.contextmanager
+        def read(self, lease_id: int, items: Any) -> Iterator[Any]:
+            assert gate.wait(60)
+            with super().read(lease_id, items) as batch:
+                yield batch
+
+        write = read  # type: ignore[assignment]
+
+    own, slow = FakeTransfers(), Slow()
+    saves = Slow()
+    saves.read = own.read  # type: ignore[method-assign]
+    peers = Peers(saves, connect=lambda _: slow, allowed=["peer:1"])  # type: ignore[arg-type, return-value]
+    worker = WorkerSide(
+        lambda *_: saves,
+        [FULL],
+        "ns",
+        8,
+        reports,
+        RateLimitedLog(),
+        peers_of=lambda *_: peers,  # type: ignore[arg-type]
+    )
+    worker.register(caches)
+    worker.start_saves(StepMetadata([], [SaveJob(1, "r", [b"k0"], [0], [4])], "ns"))
+    for name, endpoint in (("far", "peer:1"), ("near", OWN)):
+        read = BlockRead(1, [0], [0], [2], endpoint=endpoint)
+        worker.start_loads(StepMetadata([LoadJob(name, [read])], [], "ns"))
+    wait_until(lambda: reports.take_results(idle=True).finished_recving == {"near"})
+    gate.set()
+    wait_until(lambda: reports.take_results(idle=True).finished_recving == {"far"})
+    close_when_idle(worker)
+
+
+def test_saves_pause_after_a_failure_and_then_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a server hangs, saves do not hold blocks. Loads are tried in any case."""
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now, time=time.time)
+    monkeypatch.setattr(worker_module, "time", clock)
+    client, reports = FakeTransfers(NotConnected("gone")), WorkerReports()
+    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
+    worker.register(make_caches(8))
+
+    def save(number: int) -> WorkerReport:
+        worker.start_saves(StepMetadata([], [SaveJob(number, "r", [b"k0", b"k1"], [0, 0], [4, 5])], "ns"))
+        return wait_until(reports.take_report)
+
+    assert save(1) == WorkerReport({1: 1}, {1: {0, 1}})
+    client.error = None
+    assert save(2) == WorkerReport({2: 1}, {2: {0, 1}})
+    assert len(client.written) == 1
+    clock.now += worker_module._CIRCUIT_OPEN_S
+    assert save(3) == WorkerReport({3: 1}, {})
+    assert len(client.written) == 2
+    close_when_idle(worker)
+
+
+def test_a_save_to_the_old_namespace_that_fails_pauses_no_save_to_the_new_one() -> None:
+    """B4.17 The client of the old weights is closed, so its last saves fail."""
+    begun, gate, reports = threading.Event(), threading.Event(), WorkerReports()
+
+    class Slow(FakeTransfers):
+        @contextlib.contextmanager
+        def write(self, keys: Any, *, request_id: str) -> Iterator[Any]:
+            begun.set()
+            assert gate.wait(60)
+            with super().write(keys, request_id=request_id) as batch:
+                yield batch
+
+    old, new = Slow(NotConnected("closed")), FakeTransfers()
+    clients = iter((old, new))
+    worker = WorkerSide(lambda *_: next(clients), [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
+    worker.register(make_caches(8))
+    worker.start_saves(StepMetadata([], [SaveJob(1, "r", [b"k0", b"k1"], [0, 0], [4, 5])], "ns"))
+    assert begun.wait(60)
+    worker.reconnect("new")
+    gate.set()
+    assert wait_until(reports.take_report) == WorkerReport({1: 1}, {1: {0, 1}})
+    worker.start_saves(StepMetadata([], [SaveJob(2, "r", [b"k0", b"k1"], [0, 0], [4, 5])], "new"))
+    assert wait_until(reports.take_report) == WorkerReport({2: 1})
+    assert new.written == [[b"k0", b"k1"]]
+    close_when_idle(worker)

@@ -1,0 +1,184 @@
+"""Faults in the adapters of vLLM and SGLang that no test found before."""
+
+from __future__ import annotations
+
+from harness.planting import Fault
+
+__all__ = ["ADAPTER_FAULTS"]
+
+_VLLM = "client/engines/vllm/"
+_NAMESPACE = _VLLM + "namespace.py"
+_GROUPS = _VLLM + "groups.py"
+_LORA = _VLLM + "lora.py"
+_SCHEDULER = _VLLM + "scheduler/scheduler.py"
+_TIER = "client/engines/vllm_tier/"
+_SGLANG = "client/engines/sglang/"
+
+ADAPTER_FAULTS = (
+    Fault("engines of other weights share blocks", _NAMESPACE, '        "weights": _weights_of(model),\n', ""),
+    Fault(
+        "engines with other overrides share blocks",
+        _NAMESPACE,
+        '        "hf_overrides": _stable_text(model.hf_overrides),\n',
+        "",
+    ),
+    Fault(
+        "engines with another dtype of the cache share blocks",
+        _NAMESPACE,
+        '        "cache_dtype": str(cache.cache_dtype),\n',
+        "",
+    ),
+    Fault(
+        "engines with another attention back end share blocks",
+        _NAMESPACE,
+        '        "attention_backend": str(getattr(vllm_config.attention_config, "backend", None)),\n',
+        "",
+    ),
+    Fault(
+        "engines with other layers share blocks",
+        _NAMESPACE,
+        ', "layers": parts.digest}',
+        "}",
+    ),
+    Fault(
+        "a window has a token too many",
+        _GROUPS,
+        "int(spec.sliding_window) - 1 +",
+        "int(spec.sliding_window) +",
+    ),
+    Fault("a window has a token too few", _GROUPS, "int(spec.sliding_window) - 1 +", "int(spec.sliding_window) - 2 +"),
+    Fault("retained tokens are not loaded", _GROUPS, "- 1 + int(spec.extra_retained_tokens)", "- 1"),
+    Fault(
+        "EAGLE's last block is used", _GROUPS, "speculative is not None and speculative.use_eagle_block_drop()", "False"
+    ),
+    Fault(
+        "states with draft tokens are stored",
+        _GROUPS,
+        "if speculative is not None and any(group.is_state for group in groups):",
+        "if False:",
+    ),
+    Fault("a group mixes windows", _GROUPS, "    if len(kinds) != 1:\n", "    if False:\n"),
+    Fault(
+        "an unknown kind of attention counts as full attention",
+        _GROUPS,
+        "if type(spec) in (FullAttentionSpec, MLAAttentionSpec, MambaSpec):",
+        "if isinstance(spec, (FullAttentionSpec, MLAAttentionSpec, MambaSpec)):",
+    ),
+    Fault(
+        "heads that are no multiple of the parts are divided",
+        _VLLM + "layout.py",
+        "or blocks.shape[-3] % pieces:",
+        "or False:",
+    ),
+    Fault(
+        "an adapter whose files changed during its load is identified",
+        _LORA,
+        "= self._loading if unchanged else None",
+        "= self._loading",
+    ),
+    Fault(
+        "two names of an adapter share blocks", _LORA, "repr((name, path, fingerprint))", "repr((path, fingerprint))"
+    ),
+    Fault(
+        "a consumer loads nothing",
+        _VLLM + "connector.py",
+        "may_load=transfer.is_kv_consumer,",
+        "may_load=transfer.is_kv_producer,",
+    ),
+    Fault(
+        "a hand-off is stored by producers only",
+        _SCHEDULER,
+        "may_save=(self._may_save or handed_on) and served",
+        "may_save=self._may_save and served",
+    ),
+    Fault(
+        "a load is lost if the saves of its step cannot be planned",
+        _SCHEDULER,
+        "        except Exception as error:  # noqa: BLE001 - as the comment says\n",
+        "        except ZeroDivisionError as error:\n",
+    ),
+    Fault(
+        "blocks are pulled during a reset",
+        _SCHEDULER,
+        "hit = 0 if self._resetting else self._handoffs.match",
+        "hit = self._handoffs.match",
+    ),
+    Fault(
+        "engines of SGLang with other weights share pages",
+        _SGLANG + "namespaces.py",
+        '_attributes(arguments) | {"weights": weights}',
+        "_attributes(arguments)",
+    ),
+    Fault(
+        "pages of another size are copied",
+        _SGLANG + "pools.py",
+        "if tuple(sizes) != self.pieces * pages:",
+        "if False:",
+    ),
+    Fault(
+        "a lookup by SGLang without hits keeps its lease",
+        _SGLANG + "links.py",
+        "            self._found.add(lease, hits)\n        else:\n            lease.release()\n",
+        "            self._found.add(lease, hits)\n",
+    ),
+    Fault(
+        "SGLang loads with a lease that may expire",
+        _SGLANG + "found_pages.py",
+        "if found.until <= now or found.lease",
+        "if found.lease",
+    ),
+    Fault(
+        "an engine waits for any save instead of preempting",
+        "client/offload/saves.py",
+        "any(self._pool.references(block_id) == 1 for block_id, _ in self._in_flight)",
+        "bool(self._in_flight)",
+    ),
+    Fault(
+        "keys of a lookup are counted from the first block",
+        _VLLM + "scheduler/prefix_lookups.py",
+        "[position - lookup.start // g.block_tokens]",
+        "[position]",
+    ),
+    Fault(
+        "a load from a slow peer delays all loads",
+        _VLLM + "worker/worker.py",
+        "        if endpoint == OWN:\n            return self._threads[0]",
+        "        if True:\n            return self._threads[0]",
+    ),
+    Fault(
+        "free blocks with a partial hash get a key",
+        _VLLM + "scheduler/requests.py",
+        "if tokens % group.block_tokens == 0 and tag is not None else None",
+        "if tag is not None else None",
+    ),
+    Fault(
+        "the tier stores what a request does not want",
+        _TIER + "manager.py",
+        "if request.registration.settings.skip_save and not load:",
+        "if False:",
+    ),
+    Fault(
+        "keys of a load are hits while it runs",
+        _TIER + "manager.py",
+        "                request.known[key] = None\n",
+        "                pass\n",
+    ),
+    Fault(
+        "the tier uses old hits",
+        _TIER + "tier_lookups.py",
+        "            if now < pin.until:\n",
+        "            if True:\n",
+    ),
+    Fault(
+        "a row behind the primary tier is copied",
+        _TIER + "transfers.py",
+        "if not 0 <= row < self.rows:",
+        "if not 0 <= row <= self.rows:",
+    ),
+    Fault(
+        "a prefill engine holds its running state",
+        "client/handoff/holds.py",
+        "if state_tokens is not None and not same_prompt:",
+        "if state_tokens is not None:",
+    ),
+)
