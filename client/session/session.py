@@ -216,5 +216,5 @@ class ClientSession(ForkGuarded):
             self._attachment.disconnect()
 
     def _close(self) -> None:
-        if self._attachment is not None and not self._is_forked:  # the pinning belongs to the parent
+        if self._attachment is not None and not self._is_forked:  # the pinning is the parent's
             self._attachment.close()

@@ -262,9 +262,9 @@ def test_a_set_up_that_fails_disables_the_storage(
     def fail(*_: object) -> None:
         raise PermissionError("config.json")
 
-    monkeypatch.setattr(storage, "build_spaces", fail)
+    monkeypatch.setattr(storage, "prepare_spaces", fail)
     with attach(server.endpoint, kv_pool()) as attached:
-        assert "the storage is disabled, its set-up failed: PermissionError" in caplog.text
+        assert "the storage is disabled, every page is a miss: config.json" in caplog.text
         assert_all_miss(attached)
 
 

@@ -168,9 +168,12 @@ def test_a_clear_retires_only_namespaces_of_this_engine(server: ServerProcess, m
     monkeypatch.setattr(DeadlineClient, "reset", reset)
     with attach(server.endpoint, kv_pool(seed=1)) as storage:
         storage.clear()
+        await_links(storage)
         assert retired == []
         storage.clear()
+        await_links(storage)
         storage.clear()
+        await_links(storage)
     assert len(retired) == 2
 
 

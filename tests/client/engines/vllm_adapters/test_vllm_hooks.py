@@ -42,8 +42,9 @@ class Broken:
         return fail
 
 
-class Warnings:
+class Warnings(RateLimitedLog):
     def __init__(self) -> None:
+        super().__init__()
         self.kinds: list[str] = []
 
     def warn(self, kind: str, text: str, *, exc_info: bool = False) -> None:
