@@ -96,6 +96,23 @@ def test_a_part_of_a_hold_is_used_as_far_as_it_goes() -> None:
         wait_until(lambda: client.released == [1001] and client.released_holds == [HoldName("P", "p")])
 
 
+def test_an_offer_that_was_withdrawn_is_not_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest match counts: the request then loads stored blocks, and not those of the hold."""
+    client = HoldsClient()
+    client.keys = set(KEYS)
+    with scheduler_side(client) as (scheduler, _):
+        request = make_request(6, kv_transfer_params=PREFILLED)
+        scheduler.new_request(request)
+        wait_until(lambda: scheduler.matched_tokens(request, 0) == (24, True))
+        monkeypatch.setattr(scheduler._handoffs._core, "match", lambda *_: 0)
+        wait_until(lambda: scheduler.matched_tokens(request, 0) == (24, True))
+        scheduler.blocks_allocated(request, TABLE, 24)
+        [load] = scheduler.build_step(make_step({})).loads
+        [read] = load.reads
+        assert read.lease_id in range(1, len(client.asked) + 1), "leases of claims have other numbers"
+        scheduler.loads_reported(["r"], [])
+
+
 def test_only_the_own_server_knows_the_request_of_a_claim() -> None:
     """At a peer's server the name could be that of another engine's request."""
     own, other = HoldsClient(), HoldsClient()
