@@ -15,24 +15,19 @@ _TIER = "client/engines/vllm_tier/"
 _SGLANG = "client/engines/sglang/"
 
 ADAPTER_FAULTS = (
-    Fault("engines of other weights share blocks", _NAMESPACE, '        "weights": _weights_of(model),\n', ""),
-    Fault(
-        "engines with other overrides share blocks",
-        _NAMESPACE,
-        '        "hf_overrides": _stable_text(model.hf_overrides),\n',
-        "",
-    ),
-    Fault(
-        "engines with another dtype of the cache share blocks",
-        _NAMESPACE,
-        '        "cache_dtype": str(cache.cache_dtype),\n',
-        "",
-    ),
-    Fault(
-        "engines with another attention back end share blocks",
-        _NAMESPACE,
-        '        "attention_backend": str(getattr(vllm_config.attention_config, "backend", None)),\n',
-        "",
+    Fault("engines of other weights share blocks", _NAMESPACE, "{WEIGHTS: weights, ", "{"),
+    *(
+        Fault(
+            f"engines with {what} share blocks",
+            _NAMESPACE,
+            '            *("model_config.served_model_name",',
+            f'            *("{setting}", "model_config.served_model_name",',
+        )
+        for what, setting in (
+            ("other overrides", "model_config.hf_overrides"),
+            ("another dtype of the cache", "cache_config.cache_dtype"),
+            ("another attention back end", "attention_config.backend"),
+        )
     ),
     Fault(
         "engines with other layers share blocks",
@@ -106,8 +101,8 @@ ADAPTER_FAULTS = (
     Fault(
         "engines of SGLang with other weights share pages",
         _SGLANG + "namespaces.py",
-        '_attributes(arguments) | {"weights": weights}',
-        "_attributes(arguments)",
+        "{WEIGHTS: weights, ",
+        "{",
     ),
     Fault(
         "pages of another size are copied",

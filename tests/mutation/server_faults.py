@@ -202,7 +202,7 @@ SERVER_FAULTS = (
     Fault(
         "ended connections count as open",
         _STREAMS,
-        "                self._places.leave(accepted[2])\n",
+        "                self._places.leave(accepted.place)\n",
         "                pass\n",
     ),
     Fault(
