@@ -320,6 +320,8 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     bulk = BulkProcess(runtime.region, config, broker, attach.adopt, streams, runtime.downgrades)
     attach.serve_streams = bulk.serve_streams
     closers.push_async_callback(bulk.close)
+    if streams and config.peers.servers:
+        bulk.locate()  # other servers search here, too, and their first search must not wait for it
 
     session = SessionService(config, runtime, sessions, attach.path, devices.capabilities)
     session_pb2_grpc.add_SessionServiceServicer_to_server(session, listeners.grpc)

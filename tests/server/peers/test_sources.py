@@ -19,7 +19,7 @@ from harness.http_get import get
 from harness.payloads import assert_serves, key_of, namespace_of, payload
 from harness.polling import wait_until
 from harness.ports import ReservedPort
-from harness.server_process import MIB, ServerProcess
+from harness.server_process import MIB, ServerProcess, bulk_pid
 from harness.service_calls import PART as CALLS_PART
 from harness.service_calls import Calls, serving, until
 
@@ -95,6 +95,13 @@ def here(tmp_path_factory: pytest.TempPathFactory, source: ServerProcess, metric
 
         wait_until(is_resolved)
         yield server
+
+
+def test_a_server_with_peers_is_ready_for_their_first_search(tmp_path: Path) -> None:
+    """A first lookup that waits 0.2 s missed, because the source started its bulk process for it."""
+    config = '[peers]\nservers = ["127.0.0.1:1"]\n'
+    with ServerProcess(tmp_path, tcp=True, config=config).start() as server:
+        wait_until(lambda: bulk_pid(server.pid))
 
 
 def _count(port: int, name: str, labels: str) -> float:
