@@ -98,7 +98,7 @@ def here(tmp_path_factory: pytest.TempPathFactory, source: ServerProcess, metric
 
 
 def test_a_server_with_peers_is_ready_for_their_first_search(tmp_path: Path) -> None:
-    """A first lookup that waits 0.2 s missed, because the source started its bulk process for it."""
+    """A first lookup of 0.2 s missed, because the source started its bulk process for it."""
     config = '[peers]\nservers = ["127.0.0.1:1"]\n'
     with ServerProcess(tmp_path, tcp=True, config=config).start() as server:
         wait_until(lambda: bulk_pid(server.pid))
