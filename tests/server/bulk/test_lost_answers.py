@@ -38,13 +38,13 @@ def lose(route: Route, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[by
     When the server has ended the store or lease, it kills the bulk process and closes the
     connection instead of reading the answer.
     """
-    original = socket_streams._read_answer
+    original = socket_streams.read_answer
 
     def lose(*, kill: bool = True) -> list[bytes]:
         lost: list[bytes] = []
 
-        def read(connection: Any, head: bytes | None = None) -> bytes:
-            answer = original(connection, head)
+        def read(connection: Any, number: int, head: bytes | None = None) -> bytes:
+            answer = original(connection, number, head)
             if lost:
                 return answer
             lost.append(answer)
@@ -53,7 +53,7 @@ def lose(route: Route, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[by
                 kill_bulk(route.server)
             raise ConnectionResetError("the connection was closed before the answer")
 
-        monkeypatch.setattr(socket_streams, "_read_answer", read)
+        monkeypatch.setattr(socket_streams, "read_answer", read)
         return lost
 
     return lose
