@@ -245,12 +245,13 @@ class Client(ConnectionState):
         `batch.statuses` gives the reason for the other blocks. For `retain_for` see `lookup`.
         """
         with ExitStack() as held:
-            beginning = self._operations.begin_write(held, keys, request_id=request_id, retain_for=retain_for)
-            writing = self._run(beginning)
+            begin = self._operations.begin_write
+            writing = self._run(begin(held, keys, request_id=request_id, retain_for=retain_for))
             try:
                 yield writing.batch
             except BaseException as error:
-                self._run(self._operations.abort_write(writing, error))
+                with contextlib.suppress(KVTierError):  # in a forked child
+                    self._run(self._operations.abort_write(writing, error))
                 raise
             self._run(self._operations.end_write(writing))
 
@@ -441,5 +442,4 @@ class Client(ConnectionState):
                 else:
                     effect = operation.send(result)
         except StopIteration as done:
-            answer: T = done.value
-            return answer
+            return done.value  # type: ignore[no-any-return]
