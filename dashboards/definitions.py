@@ -263,6 +263,26 @@ NODE = DashboardSpec(
                         Query("sum(rate(kvtier_stores_expired_total[]))", "stores expired/s"),
                     ],
                 ),
+                TimeSeries(
+                    "Lookups that wait for room",
+                    "Lookups that wait because leases and stores pin the CPU tier. Raise region_size if many wait.",
+                    "short",
+                    [
+                        Query("sum(kvtier_room_waiting[])", "waiting"),
+                        Query("sum(rate(kvtier_room_waits_total[]))", "begun/s"),
+                    ],
+                ),
+                TimeSeries(
+                    "Waits for room",
+                    "Average duration of the waits for room.",
+                    "s",
+                    [
+                        Query(
+                            "sum(rate(kvtier_room_waited_seconds_total[])) / sum(rate(kvtier_room_waits_total[]))",
+                            "average",
+                        )
+                    ],
+                ),
             ],
         ),
         (

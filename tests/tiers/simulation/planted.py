@@ -29,8 +29,8 @@ MUTANTS = (
         "slots of an ended writer are reused at once",
         Invariant.SLOTS,
         "core/in_flight_stores.py",
-        "store.owner.engine, set(writers))",
-        "store.owner.engine, set())",
+        "store.owner.engine, set(writers), store.owner.grant)",
+        "store.owner.engine, set(), store.owner.grant)",
     ),
     Mutant(
         "another engine's late completion frees slots",
@@ -448,7 +448,7 @@ MUTANTS = (
     Mutant(
         "published blocks are promoted during a reset",
         Invariant.RESET,
-        "core/lookups.py",
+        "core/placement.py",
         "        if self._cpu_tier.pending_reset_blocks(namespace):\n            return\n        found",
         "        found",
     ),
