@@ -74,7 +74,9 @@ SETTLE_SECONDS = 60.0
 
 
 def _threads() -> Counter[str]:
-    return Counter(thread.name for thread in threading.enumerate() if thread.is_alive())
+    """Living threads by name, without dummies: CPython keeps them when their threads have ended."""
+    found = (thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread))
+    return Counter(thread.name for thread in found if thread.is_alive())
 
 
 def _descriptors() -> Counter[str]:

@@ -47,7 +47,7 @@ def weights_digest(snapshot: Snapshot, own_paths: Container[str] = ()) -> str:
             tensor = state.tensor()
             digest.update(f"{path}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
             for part in tensor.reshape(-1).split(_CHUNK):
-                digest.update(part.cpu().contiguous().view(torch.uint8).numpy())
+                digest.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -212,11 +211,12 @@ def test_ctrl_c_ends_a_command_silently() -> None:
             "--servers",
             "127.0.0.1:1",
             "--interval",
-            "60",
+            "1",
         ]
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not ignored, as in a background job
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as process:
+            signal.signal(signal.SIGINT, before)
             process.stdout.readline()
-            time.sleep(0)
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=60)
         errors.seek(0)

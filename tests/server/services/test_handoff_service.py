@@ -197,25 +197,6 @@ async def test_claims_do_not_wait_for_holds_of_other_namespaces(engine: Engine, 
     assert runtime.core.stats().claims_missed == {ClaimOutcome.OTHER_NAMESPACE: 1}
 
 
-async def test_a_publication_runs_in_slices(engine: Engine, runtime: TierRuntime) -> None:
-    """Other calls run between two slices; a cancelled publication leaves no hold and no pin."""
-    turns = 0
-    publishing = asyncio.ensure_future(engine.publish(keys(0, 4096)))
-    while not publishing.done():
-        turns += 1
-        await asyncio.sleep(0)
-    assert turns > 4096 // 256
-    assert (await publishing).status == handoff_pb2.PUBLISH_STATUS_NO_ROOM
-    publishing = asyncio.ensure_future(engine.publish(keys(0, 4096)))
-    await async_wait_until(lambda: bool(runtime.core.handoffs._pins))
-    assert not publishing.done()
-    publishing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await publishing
-    await async_wait_until(lambda: not runtime.core.handoffs._pins)
-    assert runtime.core.stats().held_bytes == 0
-
-
 @pytest.fixture
 async def large(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
     """An engine with a hold of 2,048 blocks, half of them ready. Each slice has its own turn."""
@@ -228,6 +209,26 @@ async def large(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
     await engine.publish(keys(0, 2048))
     yield engine
     await runtime.close()
+
+
+async def test_a_publication_runs_in_slices(large: Engine) -> None:
+    """Other calls run between two slices; a cancelled publication leaves no hold and no pin."""
+    handoffs, turns = large.runtime.core.handoffs, 0
+    publishing = asyncio.ensure_future(large.publish(keys(0, 4096)))
+    while not publishing.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns > 4096 // 256
+    assert (await publishing).status == handoff_pb2.PUBLISH_STATUS_PUBLISHED
+    publishing = asyncio.ensure_future(large.publish(keys(4096, 2048)))
+    while not handoffs._publications:
+        assert not publishing.done()
+        await asyncio.sleep(0)
+    publishing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await publishing
+    await async_wait_until(lambda: not handoffs._pins)
+    assert large.runtime.core.stats().held_bytes == 0
 
 
 async def test_a_claim_runs_in_slices(large: Engine) -> None:
