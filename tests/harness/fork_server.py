@@ -162,7 +162,8 @@ class _Forks:
         pid = os.fork()
         if not pid:
             os.close(status)
-            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):  # ignored in a background job
+            # A background job ignores these.
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             self._become(request, standard)
         for descriptor in standard:

@@ -213,7 +213,8 @@ def test_ctrl_c_ends_a_command_silently() -> None:
             "--interval",
             "1",
         ]
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not ignored, as in a background job
+        # A background job ignores the signal.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as process:
             signal.signal(signal.SIGINT, before)
             process.stdout.readline()
