@@ -120,8 +120,8 @@ _GRPC_OPTIONS = [
     ("grpc.max_concurrent_streams", 256),
     # By default gRPC cancels calls at random if more than 1,000 wait until the server accepts them:
     # a burst of one tenant cancelled a fifth of the calls of another one.
-    ("grpc.server.max_pending_requests", 16_384),
-    ("grpc.server.max_pending_requests_hard_limit", 16_384),
+    ("grpc.server.max_pending_requests", 4_096),
+    ("grpc.server.max_pending_requests_hard_limit", 4_096),
     # Otherwise each stream may get megabytes before its call asks for them: see `Receptions`.
     ("grpc.http2.bdp_probe", 0),
 ]

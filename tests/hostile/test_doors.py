@@ -179,7 +179,7 @@ def test_bursts_of_calls_cancel_no_calls_of_others(site: Site, victims: dict[str
     try:
         for _ in range(3):
             before = len(codes)
-            with unfinished(site, "CacheService/Lookup", [token], calls=5000, connections=20):
+            with unfinished(site, "CacheService/Lookup", [token], calls=3000, connections=20):
                 wait_until(lambda before=before: len(codes) >= before + 8)
     finally:
         is_over.set()
