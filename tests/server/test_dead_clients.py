@@ -54,7 +54,7 @@ with long_timeouts(), Client(sys.argv[2], namespace=namespace_of(1 << 20), name=
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
     """Yields a server with a CPU tier of 32 blocks."""
-    with ServerProcess(tmp_path, region=32 * MIB, config="[leases]\npart = 1.0") as process:
+    with ServerProcess(tmp_path, region=32 * MIB, config="[leases]\ndefault = 600\npart = 1.0") as process:
         yield process.start()
 
 

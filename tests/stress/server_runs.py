@@ -61,7 +61,7 @@ class StressServer:
         room = _SLACK * (everything + REGION)
         sizes = {name: room if name == large else SMALL_TIER for name in ("lmdb", "disk")}
         config = (
-            f'metrics = "127.0.0.1:0"\n[leases]\ndefault = {LEASE_SECONDS}\n[sessions]\nheartbeat_interval = 0.5\n'
+            f'metrics = "127.0.0.1:0"\n[leases]\ndefault = {LEASE_SECONDS}\npart = 1.0\n[sessions]\nheartbeat_interval = 0.5\n'
             f'[[tiers]]\ntype = "lmdb"\nsize = {sizes["lmdb"]}'
         )
         self.server = ServerProcess(
