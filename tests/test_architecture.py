@@ -43,6 +43,7 @@ FOREIGN_PRIVATE = {
     *("_checkpoints", "_insert_block_hash", "_maybe_evict_cached_block"),  # vLLM
     *("_collector_to_names", "_labelnames"),  # prometheus-client
     *("_exit", "_run_exitfuncs", "_shutdown"),  # Python
+    "_DummyThread",  # threading
     "_foreach_mul_",  # torch
 }
 """Private names of other libraries that tests use."""
