@@ -58,6 +58,7 @@ class BlockLease:
         hits: number of items that are not a miss.
         record: the lookup in the request log.
         counted: whether the hits and misses of its items are counted.
+        lost: items that were hits of the lookup, and whose blocks could not be loaded or stored.
         readers: number of copies from its slots by processes of the server. The blocks stay pinned
             until the lease and all its readers have ended.
     """
@@ -75,6 +76,7 @@ class BlockLease:
     record: LookupRecord | None = None
     counted: bool = True
     indices: dict[int, int] | None = None
+    lost: set[int] | None = None
     readers: int = 0
 
     def blocks(self, items: Sequence[int]) -> list[Block | None]:
@@ -120,9 +122,9 @@ class BlockLease:
     def _refusal(self, item: int, block: Block | None) -> InvalidItem | NotReady:
         if item >= self.keys:
             return InvalidItem(f"the lease has {self.keys} items; there is no item {item}")
-        if block is None and self.indices is None:
+        if block is None and self.indices is None and item not in (self.lost or ()):
             return InvalidItem(f"item {item} of the lease is a miss")
-        return NotReady(f"item {item} of the lease is not ready")
+        return NotReady(f"item {item} of the lease is not ready, or its block is lost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +389,8 @@ class LeaseTable:
             self._tenant_items[tenant_of(lease.owner.engine[0])] -= PENDING_COST
             if not block.ready:
                 lease.items[item] = None
+                lease.lost = lease.lost or set()
+                lease.lost.add(item)
                 lease.hits -= 1
                 self._unpin([block])
         return waited

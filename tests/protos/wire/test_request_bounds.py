@@ -15,6 +15,7 @@ from harness.payloads import namespace_of
 from harness.raw import RawSession, RawSocket, hello_of, refusal_of
 from harness.server_process import ServerProcess
 
+from kvtier.client.session import withdrawals
 from kvtier.protos.v1 import (
     admin_pb2,
     cache_pb2,
@@ -28,6 +29,7 @@ from kvtier.protos.v1 import (
 from kvtier.protos.wire.request_bounds import OutOfBounds, RequestBounds, field_name, table_of
 from kvtier.protos.wire.socket_frames import Purpose
 from kvtier.server.config.schema import LimitConfig
+from kvtier.tiers.types import MAX_GROUPS, MAX_WITHDRAWN
 
 LIMITS = LimitConfig(max_keys=40, max_key_bytes=300, max_frame_bytes=4096)
 """Small limits, so that a list that is too long is made quickly. Keys may have a long length."""
@@ -109,6 +111,12 @@ def refusal_of_request(method: str, message: bytes) -> OutOfBounds | None:
     except OutOfBounds as error:
         return error
     return None
+
+
+def test_bounds_are_those_of_the_core() -> None:
+    """The table is below the core, so it cannot use the core's constants."""
+    assert TABLE["Namespace.groups"].most == TABLE["ClaimHoldRequest.first_positions"].most == MAX_GROUPS
+    assert TABLE["WithdrawGrantsRequest.grant_ids"].most == withdrawals._MAX_IDS == MAX_WITHDRAWN
 
 
 def test_every_field_has_a_bound() -> None:

@@ -9,6 +9,7 @@ from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo
 from kvtier.tiers.core.commands import Command, LoadFromTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.errors import InvalidItem, NotReady
 from kvtier.tiers.stats.snapshots import TierStats
 from kvtier.tiers.types import DurableStatus, JobId, KeyStatus, MissReason, NamespaceSpec, StoreStatus
 
@@ -108,6 +109,20 @@ def test_a_block_lost_during_its_load(outcome: Outcome) -> None:
     rig.core.close_session(b"s")
     rig.session = rig.core.open_session(b"s", "engine", None, SPEC)
     assert rig.store(*range(100, 116)) == GRANTED * 16, "nothing is pinned"
+
+
+def test_a_hit_whose_load_has_failed_is_not_an_invalid_item() -> None:
+    """The lookup promised it, unlike a miss: the client treats a lost hit as it does a lost lease."""
+    rig = Rig()
+    lease = rig.look_up(1, 9)
+    assert lease is not None
+    assert lease.statuses() == PENDING + MISS
+    rig.finish(rig.jobs(), Outcome.FAILED)
+    assert lease.statuses() == MISS * 2
+    with pytest.raises(NotReady):
+        lease.slots([0], 0)
+    with pytest.raises(InvalidItem):
+        lease.slots([1], 0)
 
 
 def test_a_loss_does_not_affect_a_newer_store() -> None:

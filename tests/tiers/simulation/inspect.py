@@ -63,6 +63,11 @@ def blocks(core: TierManager) -> list[Block]:
     return [*core._cpu_tier._index, *invalidated(core)]
 
 
+def leased_bytes(core: TierManager) -> Counter[bytes]:
+    """Returns the bytes of the blocks that leases pin, by the tag of their tenant."""
+    return core._lookups.leases.leased_bytes
+
+
 def prefetched(core: TierManager) -> tuple[set[Block], PrefetchBudget]:
     """Returns the blocks that prefetches are loading, and the limit of their bytes."""
     budget = core.lookup_handler.prefetches

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from kvtier.tiers.types import tenant_of
+
 from . import inspect as inside
 from .guarantees import check_conversations, check_quotas, check_retained, check_ttl
 from .held import check_held, check_private
@@ -55,6 +57,18 @@ def _pins(world: World) -> None:
             raise Violation(Invariant.PINS, f"{block.key!r}: pins do not add up")
     if pins:
         raise Violation(Invariant.PINS, f"evicted though pinned: {[block.key for block in pins]}")
+
+
+def _leased(world: World) -> None:
+    """The bytes that leases pin are those of the blocks that leases pin, by tenant."""
+    leased: Counter[bytes] = Counter()
+    for block in world.core_view.blocks:
+        if not 0 <= block.leases <= block.pins:
+            raise Violation(Invariant.LEASED, f"{block.key!r}: {block.leases} leases with {block.pins} pins")
+        if block.leases:
+            leased[tenant_of(block.namespace)] += block.allocated_bytes
+    if leased != inside.leased_bytes(world.core):
+        raise Violation(Invariant.LEASED, "the bytes that leases pin do not add up")
 
 
 def _owners(world: World) -> None:
@@ -221,6 +235,7 @@ def _events(world: World) -> None:
 
 CHECKS: dict[Invariant, Callable[[World], None]] = {
     Invariant.PINS: _pins,
+    Invariant.LEASED: _leased,
     Invariant.SLOTS: _slots,
     Invariant.OWNERS: _owners,
     Invariant.JOBS: _jobs,

@@ -148,6 +148,7 @@ class Invariant(enum.StrEnum):
 
     SLOTS = "no slot owned twice"
     PINS = "no pinned block evicted"
+    LEASED = "the bytes that leases pin add up"
     OWNERS = "no lease without owner"
     JOBS = "every job ends once"
     APART = "one job at a time on a block"

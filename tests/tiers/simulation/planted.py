@@ -446,6 +446,13 @@ MUTANTS = (
         "        for block in blocks:\n            block.pins = 1\n            self._cpu_tier.unpin([block])\n        return",
     ),
     Mutant(
+        "a lost hit counts as leased",
+        Invariant.LEASED,
+        "core/leases.py",
+        "                self._unpin([block])",
+        "                self._cpu_tier.unpin([block])",
+    ),
+    Mutant(
         "published blocks are promoted during a reset",
         Invariant.RESET,
         "core/placement.py",
