@@ -162,7 +162,7 @@ class CacheServiceServicer(object):
         """Returns the slots that have the parts of this session's rank, for some items of a lease.
 
         Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), INVALID_ARGUMENT (no such
-        item).
+        item, or it was a miss).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

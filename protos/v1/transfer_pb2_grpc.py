@@ -102,8 +102,8 @@ class TransferServiceServicer(object):
         """Reads items of a lease. Afterwards the client calls CompleteLoad, unless
         `PullResponse.completed` is true.
 
-        Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), LIMIT_EXCEEDED (as for Push),
-        UNKNOWN_SESSION, STALE_EPOCH.
+        Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), INVALID_ARGUMENT (no such
+        item, or it was a miss), LIMIT_EXCEEDED (as for Push), UNKNOWN_SESSION, STALE_EPOCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -170,8 +170,8 @@ class TransferServiceServicer(object):
         From one second after `give_up_at_nanoseconds` on, the server does not write to these blocks.
 
         Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), INVALID_ARGUMENT (a block or
-        item does not exist, or occurs twice), DEVICE_LOST (register again; a miss), UNKNOWN_SESSION,
-        STALE_EPOCH.
+        item does not exist or occurs twice, or an item was a miss), DEVICE_LOST (register again; a
+        miss), UNKNOWN_SESSION, STALE_EPOCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

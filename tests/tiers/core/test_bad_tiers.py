@@ -112,7 +112,7 @@ def test_a_block_lost_during_its_load(outcome: Outcome) -> None:
 
 
 def test_a_hit_whose_load_has_failed_is_not_an_invalid_item() -> None:
-    """The lookup promised it, unlike a miss: the client treats a lost hit as it does a lost lease."""
+    """The lookup has promised it. Clients treat a lost hit as they treat a lost lease."""
     rig = Rig()
     lease = rig.look_up(1, 9)
     assert lease is not None
