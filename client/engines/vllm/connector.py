@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -318,10 +319,11 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             self._scheduler.adapters.loaded(adapter)
 
     @never_raises()
-    def _adopt_namespace(self, namespace: Namespace, digest: str) -> None:
+    def _adopt_namespace(self, pickled: bytes, digest: str) -> None:
         parts = self._all_parts or self._own_parts
         if digest == self._digest or self._worker is None or parts is None:
             return
+        namespace: Namespace = pickle.loads(pickled)  # noqa: S301 - vLLM pickled the step
         if namespace.attributes["layers"] != parts.digest:
             self._warn("layers", "this worker has other layers than the scheduler expects, so it transfers nothing")
             return

@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from ... import Namespace
 from ...offload import LoadJob
 from ..failures import Unsupported, never_raises
 from .background import RateLimitedLog, logger
@@ -218,7 +217,7 @@ class WorkerHooks(KVConnectorBase_V1):
         step = self._connector_metadata
         if isinstance(step, StepMetadata) and step.parts is not None:
             self._adopt_parts(step.parts)
-        if isinstance(step, StepMetadata) and step.namespace is not None:
+        if isinstance(step, StepMetadata) and step.namespace:
             self._adopt_namespace(step.namespace, step.namespace_digest)
         if self._worker is not None:
             self._worker.serving = True
@@ -230,7 +229,7 @@ class WorkerHooks(KVConnectorBase_V1):
         """Sets up the worker with the parts of all workers. Only the first call has an effect."""
 
     @abstractmethod
-    def _adopt_namespace(self, namespace: Namespace, digest: str) -> None:
+    def _adopt_namespace(self, pickled: bytes, digest: str) -> None:
         """Connects the worker in the scheduler's namespace, if it is another one than before."""
 
     @never_raises(lambda: False)

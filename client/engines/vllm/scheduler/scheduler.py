@@ -7,12 +7,13 @@ fails. They do not wait, except for a few milliseconds in idle steps (`HandoffSc
 from __future__ import annotations
 
 import functools
+import pickle
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
-from .... import Client, Namespace
+from .... import Client
 from ....handoff import EngineIdentity, FinishedRequest
 from ....offload import (
     CacheGeometry,
@@ -86,7 +87,7 @@ class SchedulerSide:
             client, geometry, config.lookup_timeout_s, log, self._counters, self._transfers_ended
         )
         self._client, self._peers = client, peers
-        self._namespace: Namespace | None = None
+        self._namespace = b""
         self._weights_change_on_reset = config.weights_change_on_reset
         self._first_version = self._weights_version = config.weights_version
         self._connect = connect
@@ -315,7 +316,7 @@ class SchedulerSide:
         if link is not None:
             self._linked = True
             self._client, self._peers = link.client, link.peers
-            self._namespace, self._weights_version = link.namespace, link.weights_version
+            self._namespace, self._weights_version = pickle.dumps(link.namespace), link.weights_version
             self._digest = namespace_digest(link.namespace)
             self._server.use(link.client)
             self._handoffs.use(link.peers)

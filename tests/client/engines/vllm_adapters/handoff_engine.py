@@ -200,7 +200,7 @@ class ToyEngine:
         """One step of the engine with its workers, without compute."""
         step = self.scheduler.build_step(make_step(self._tables, **scheduled))
         version = self.scheduler._weights_version
-        if step.namespace is not None and version != self._workers_version:
+        if step.namespace and version != self._workers_version:
             self._workers_version = version
             self.worker.reconnect(step.namespace_digest)
         self.worker.start_loads(step)

@@ -133,7 +133,7 @@ class Engine:
 
     def step(self, worker: KVTierConnector, loads: list[LoadJob], saves: list[SaveJob]) -> None:
         side = self.scheduler._scheduler
-        digest, namespace = (side._digest, side._namespace) if side is not None else ("", None)
+        digest, namespace = (side._digest, side._namespace) if side is not None else ("", b"")
         step = StepMetadata(loads, saves, digest, parts=self.scheduler._all_parts, namespace=namespace)
         worker.bind_connector_metadata(pickle.loads(pickle.dumps(step)))  # noqa: S301 - our own
         worker.start_load_kv(None)
