@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -89,10 +90,17 @@ class LiveEngine:
         return bool(self.llm.reset_prefix_cache())
 
     def meet(self, epoch: int, seconds: float = 120.0) -> None:
-        """Waits until the connector's sessions are with this server and circuits are closed."""
+        """Waits until the connector's sessions are with this server and circuits are closed.
+
+        The worker learns in a step which namespace is used, so short requests are computed until then.
+        """
         remote, worker, walk = self.side._server, self._worker(), self.side._core._lookahead
+        greetings = itertools.count()
 
         def has_met() -> bool:
+            if not worker._clients:
+                self.add(f"greeting {epoch} {next(greetings)}", [1, 2], 1)
+                self.run()
             now = time.monotonic()
             return (
                 all(client.epoch == epoch for client in (remote._client, *worker._clients))
