@@ -75,20 +75,24 @@ class _Share:
         """Time from which on the share may use the loop again although its siblings call."""
 
     def seconds_to_wait(self, now: float) -> float:
+        if self.siblings.most_used is not self:
+            return 0.0
+        return max(0.0, min(self.free_at, self._others_at + _ACTIVE_SECONDS) - now)
+
+    @property
+    def _others_at(self) -> float:
+        """Time of the last use of the loop by another share."""
         siblings = self.siblings
-        if siblings.most_used is not self:
-            return 0.0
-        others_at = siblings.before_at if siblings.last is self else siblings.last_at
-        if now - others_at >= _ACTIVE_SECONDS:
-            return 0.0
-        return max(0.0, min(self.free_at, others_at + _ACTIVE_SECONDS) - now)
+        return siblings.before_at if siblings.last is self else siblings.last_at
 
     def charge(self, began: float, seconds: float) -> None:
         siblings, now = self.siblings, began + seconds
         self.used = max(self.used, siblings.virtual)
         siblings.virtual = self.used
         self.used += seconds
-        self.free_at = max(self.free_at, began) + _PAUSE * seconds
+        # Use while no other share called is not counted: a later call of another share delays nothing.
+        counted_from = max(self.free_at, began) if began - self._others_at < _ACTIVE_SECONDS else began
+        self.free_at = counted_from + _PAUSE * seconds
         if siblings.last is not self:
             siblings.before_at, siblings.last = siblings.last_at, self
         siblings.last_at = self.used_at = now

@@ -47,6 +47,11 @@ _BUFFER = memoryview(bytearray(_READ_BYTES))
 """Receives the bytes of all connections, which copy them at once."""
 _READ_SECONDS = 2e-5
 """Use of the event loop for an event of a connection, before `get_buffer`."""
+_PIECE_BYTES = 1024
+"""After fewer bytes than this that do not end a request, the connection is held back: a client sends
+a request at once, so its pieces are larger on every network."""
+_PIECE_SECONDS, _MAX_PIECE_SECONDS = 0.01, 0.1
+"""Time for which it is held back; each further short piece of the request doubles it."""
 _NAME_BYTES = 1 + 255
 """Largest name of a method, with its length."""
 _SMALL_BYTES = 64 << 10
@@ -209,6 +214,9 @@ class _Connection(asyncio.BufferedProtocol):
         self._reading_at = 0.0
         self._held_back = 0.0
         """For how many seconds no call is read after the last one."""
+        self._has_short_piece = False
+        """Whether the last bytes were few."""
+        self._piece_seconds = _PIECE_SECONDS
         self._deadline: asyncio.TimerHandle | None = None
         """Closes the connection if the rest of a request does not arrive in time."""
         self._unread: asyncio.TimerHandle | None = None
@@ -241,6 +249,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _receive(self, nbytes: int) -> None:
         self._received += _BUFFER[:nbytes]
+        self._has_short_piece = nbytes < _PIECE_BYTES
         if self._task is None and not self._write_paused and not self._is_scheduled:
             if self._turns.may_run(self._account):
                 self._next()
@@ -292,7 +301,10 @@ class _Connection(asyncio.BufferedProtocol):
         if not self._buffer_is_full:
             self._transport.resume_reading()
         if self._oversized or len(self._received) < HEAD_BYTES:
-            self._set_deadline(waiting=bool(self._oversized or self._received))
+            if self._oversized or self._received:
+                self._wait_for_rest()
+            else:
+                self._set_deadline(waiting=False)
             return
         try:
             length, number = unpack_call_head(self._received, self._last_call)
@@ -305,24 +317,36 @@ class _Connection(asyncio.BufferedProtocol):
             if self._oversized:
                 self._next()
             else:
-                self._set_deadline(waiting=True)
+                self._wait_for_rest()
         elif len(self._received) >= end:
             body = bytes(memoryview(self._received)[HEAD_BYTES:end])
             del self._received[:end]
             self._set_deadline(waiting=False)
-            self._last_call = number
+            self._last_call, self._piece_seconds = number, _PIECE_SECONDS
             self._task = _run_eagerly(self._answer(number, body), partial(self._turns.run, self._account))
             if self._task is None:
                 self._called()
         else:
-            self._set_deadline(waiting=True)
+            self._wait_for_rest()
+
+    def _wait_for_rest(self) -> None:
+        """Waits for the rest of a request. After a short piece, does not read on at once."""
+        self._set_deadline(waiting=True)
+        if self._has_short_piece:
+            self._has_short_piece = False
+            self._hold_back(self._piece_seconds)
+            self._piece_seconds = min(2 * self._piece_seconds, _MAX_PIECE_SECONDS)
+
+    def _hold_back(self, seconds: float) -> None:
+        """Reads nothing for this time, and then waits for a turn."""
+        self._is_scheduled = True
+        self._transport.pause_reading()
+        asyncio.get_running_loop().call_later(seconds, self._end_hold_back)
 
     def _called(self) -> None:
         """Prepares the next call of the connection after an answer."""
         if self._held_back:
-            self._is_scheduled = True
-            self._transport.pause_reading()
-            asyncio.get_running_loop().call_later(self._held_back, self._end_hold_back)
+            self._hold_back(self._held_back)
             self._held_back = 0.0
         elif self._received:
             self._wait_for_turn()  # other connections get a turn before

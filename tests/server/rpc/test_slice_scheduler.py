@@ -122,6 +122,23 @@ def test_a_flood_uses_half_of_the_time_beside_another_tenant(scenario: Any) -> N
     scenario(test)
 
 
+def test_time_used_alone_is_not_waited_for(scenario: Any) -> None:
+    """After a call of another tenant, or of another session, a busy session waits for one slice."""
+
+    async def test(world: Loop) -> None:
+        for session, other in [(b"honest", b"third"), (b"abuser 1", b"abuser 2")]:
+            world.flood(session)
+            for _ in range(5):
+                start = world.now
+                await world.until(lambda until=start + 0.2: world.now >= until)  # type: ignore[misc]
+                world.call(other)
+                now, served = world.now, len(world.served)
+                await world.until(lambda count=served + 1: len(world.served) >= count)  # type: ignore[misc]
+                assert world.now - now <= 3 * UNIT
+
+    scenario(test)
+
+
 def test_tenants_share_by_time_not_by_calls_or_sessions(scenario: Any) -> None:
     """Long requests of two sessions get as much time as short ones of another tenant."""
 

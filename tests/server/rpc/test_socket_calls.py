@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -31,8 +32,9 @@ from kvtier.client.session import socket_calls
 from kvtier.client.session.socket_calls import MAX_IDLE
 from kvtier.client.timeouts import Timeouts
 from kvtier.protos.v1 import cache_pb2, common_pb2
-from kvtier.protos.wire.socket_frames import STATUS_OF_CODE, FrameKind, Purpose, pack_call
-from kvtier.server.rpc.socket_calls import _run_eagerly
+from kvtier.protos.wire.socket_frames import STATUS_OF_CODE, FrameKind, Hello, Purpose, pack_call
+from kvtier.server.rpc.slice_scheduler import SliceScheduler
+from kvtier.server.rpc.socket_calls import SocketCallServer, _Connection, _run_eagerly
 
 PART = 64 << 10
 NAMESPACE = namespace_of(PART)
@@ -110,6 +112,32 @@ def test_requests_may_be_split_or_pipelined(session: RawSession, connection: Raw
         connection.next_call(b"CacheService/Lookup", request), *[connection.next_call(b"x", b"") for _ in range(2)]
     )
     assert [connection.answer()[0] for _ in range(3)] == [0, 12, 12]
+
+
+async def test_a_request_in_single_bytes_needs_few_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server reads no further for a while after a short piece of a request."""
+    reads: list[int] = []
+    receive = _Connection.buffer_updated
+    monkeypatch.setattr(
+        _Connection, "buffer_updated", lambda self, nbytes: (reads.append(nbytes), receive(self, nbytes))
+    )
+    registry: Any = SimpleNamespace(tenant_of=lambda _: "acme", check=lambda _: None)
+    interceptor: Any = SimpleNamespace(bounds=None)
+    calls = SocketCallServer(interceptor, MIB, SliceScheduler(registry))
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_accepted_socket(asyncio.Protocol, theirs)
+    transport.pause_reading()
+    serving = asyncio.create_task(calls.serve(transport, Hello(Purpose.CALLS, bytes(16), 1, 0, 0)))
+    for number in range(1, 4):
+        for byte in pack_call(number, b"CacheService/Nothing", bytes(400)):
+            await loop.sock_sendall(ours, bytes([byte]))
+            await asyncio.sleep(0)
+        assert len(await asyncio.wait_for(loop.sock_recv(ours, 4096), 60)) > 0
+    assert len(reads) < 60
+    ours.close()
+    await serving
 
 
 def test_a_waiting_call_delays_only_later_calls(session: RawSession, connection: RawSocket) -> None:
