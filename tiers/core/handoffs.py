@@ -47,7 +47,7 @@ MAX_HELD_ITEMS = 4 << 20
 """Limit for the items of all holds of one tenant; a publication beyond it is refused. A shared
 block counts once per hold."""
 
-_UNPIN_SLICE = 512
+_UNPIN_SLICE = 256
 """Pins of ended holds that one slice removes, at 0.5 µs per pin, or 3 µs if it drops the block."""
 
 _REMEMBERED = 4096

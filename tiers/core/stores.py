@@ -20,7 +20,7 @@ from .transfers import TransferScheduler
 __all__ = ["StoreHandler"]
 
 
-_UNPIN_SLICE = 512
+_UNPIN_SLICE = 256
 """Blocks per slice: 0.2 µs per block, or 3 µs if the block is dropped."""
 
 
