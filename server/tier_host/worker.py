@@ -36,6 +36,7 @@ are then free."""
 
 Answered = Callable[[Sequence[bool]], None]
 Finished = Callable[[Sequence[Outcome]], None]
+ReadBlocks = Callable[[], Sequence[BlockBytes]]
 
 T = TypeVar("T")
 
@@ -101,12 +102,15 @@ class TierWorker:
         self._queries = _QueryQueue()
         """Queries that wait for the lookup thread."""
 
-    def store(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
-        """Stores blocks; calls `finished` once with the outcomes, on the worker thread."""
-        self._begin(WorkQueue.STORE, self.tier.store, blocks, finished)
+    def store(self, blocks: ReadBlocks, number: int, finished: Finished) -> None:
+        """Stores a number of blocks; calls `finished` once with the outcomes, on the worker thread.
 
-    def load(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
-        self._begin(WorkQueue.LOAD, self.tier.load, blocks, finished)
+        `blocks` is called on that thread, because views of 1,024 blocks take milliseconds.
+        """
+        self._begin(WorkQueue.STORE, self.tier.store, blocks, number, finished)
+
+    def load(self, blocks: ReadBlocks, number: int, finished: Finished) -> None:
+        self._begin(WorkQueue.LOAD, self.tier.load, blocks, number, finished)
 
     def look_up(self, keys: Sequence[Name], answered: Answered) -> None:
         """Looks blocks up; calls `answered` once with the answers, or with [] if there are none.
@@ -251,18 +255,19 @@ class TierWorker:
         self,
         kind: WorkQueue,
         move: Callable[[Sequence[BlockBytes]], list[Outcome]],
-        blocks: Sequence[BlockBytes],
+        blocks: ReadBlocks,
+        number: int,
         finished: Finished,
     ) -> None:
         self.jobs += 1
 
         def fail() -> None:
-            finished([Outcome.FAILED] * len(blocks))
+            finished([Outcome.FAILED] * number)
 
         def run() -> None:
-            outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(blocks)
+            outcomes: Sequence[Outcome] = [Outcome.FAILED] * number
             try:
-                outcomes = self._run(kind.value, move, blocks)
+                outcomes = self._run(kind.value, move, blocks())
             except BaseException as error:  # noqa: BLE001 - a job that never ends would pin its blocks forever
                 self._note_failure(kind.value, error)
             finally:

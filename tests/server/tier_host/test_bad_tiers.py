@@ -104,7 +104,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     tests = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")]))
     monkeypatch.setenv("PYTHONPATH", path)
-    with ServerProcess(tmp_path, region=REGION, lmdb=64 * MIB, config=BAD) as server:
+    # LMDB has room for all blocks that `overfill` stores until a busy machine notices the hang.
+    with ServerProcess(tmp_path, region=REGION, lmdb=1024 * MIB, config=BAD) as server:
         world = World(server)
         with world.client:
             yield world

@@ -232,7 +232,7 @@ def test_opaque_outcomes_fail_the_job(rig: Rig, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(rig.tier, work, lambda blocks: [Opaque() for _ in blocks])
     ends: SimpleQueue[Sequence[Outcome]] = SimpleQueue()
     for _ in range(2):
-        getattr(worker, work)([empty(b"a", (1,)), empty(b"b", (1,))], ends.put)
+        getattr(worker, work)(lambda: [empty(b"a", (1,)), empty(b"b", (1,))], 2, ends.put)
         assert ends.get(timeout=60) == [FAILED, FAILED]
     assert worker.close()
     assert ends.empty()
@@ -264,7 +264,7 @@ def test_a_tier_may_release_its_views(rig: Rig, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(worker.tier, "_foreign", foreign)
     monkeypatch.setattr(rig.tier, "load", load)
     target, ends = bytearray(5000), SimpleQueue[Sequence[Outcome]]()
-    worker.load([BlockBytes(SPACE, b"a", (memoryview(target),))], ends.put)
+    worker.load(lambda: [BlockBytes(SPACE, b"a", (memoryview(target),))], 1, ends.put)
     assert ends.get(timeout=60) == [DONE]
     assert target == b"x" * 5000
     assert worker.close()
