@@ -48,8 +48,8 @@ _BUFFER = memoryview(bytearray(_READ_BYTES))
 _READ_SECONDS = 2e-5
 """Use of the event loop for an event of a connection, before `get_buffer`."""
 _PIECE_BYTES = 1024
-"""After fewer bytes than this that do not end a request, the connection is held back: a client sends
-a request at once, so its pieces are larger on every network."""
+"""After fewer bytes that do not end a request, the connection is held back: a client sends a request
+at once, so its pieces are larger on every network."""
 _PIECE_SECONDS, _MAX_PIECE_SECONDS = 0.01, 1.0
 """Time for which it is held back; each further short piece in a row doubles it. On a Unix socket
 277 single bytes fit into the buffers, and to receive them takes 0.4 ms."""

@@ -92,7 +92,7 @@ class LiveEngine:
     def meet(self, epoch: int, seconds: float = 120.0) -> None:
         """Waits until the connector's sessions are with this server and circuits are closed.
 
-        The worker learns in a step which namespace is used, so short requests are computed until then.
+        The worker learns the namespace in a step, so short requests are computed until then.
         """
         remote, worker, walk = self.side._server, self._worker(), self.side._core._lookahead
         greetings = itertools.count()

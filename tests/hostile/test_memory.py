@@ -30,8 +30,8 @@ CONNECTIONS = 600
 THREADS = 4
 RUNS = 8
 MOST = 320 * MIB
-"""Growth at which an attack fails. 51,000 calls at once over 200 connections needed 106 MiB, and 600
-connections with 130 KB of headers needed 215 MiB in the fourth run, which the server then trimmed."""
+"""Growth at which an attack fails. 51,000 calls at once over 200 connections needed 106 MiB. 600
+connections with 130 KB of headers needed 215 MiB in the fourth run, which the server trimmed."""
 MORE = 32 * MIB
 """Growth from a run of an attack to the next: the server trims its heap at 32 MiB."""
 KEPT = 56 * MIB
@@ -131,7 +131,7 @@ def at_start(site: Site) -> int:
 
 
 def repeat(site: Site, attack: Callable[[int], object]) -> None:
-    """Calls the attack with the number of the run, until a run adds little memory to both processes."""
+    """Calls the attack with the number of the run, until a run adds little memory to a process."""
     pids = [site.server.pid, *filter(None, [bulk_pid(site.server.pid)])]
     rows = [[own_bytes(pid) for pid in pids]]
     for run in range(RUNS):
