@@ -356,11 +356,8 @@ class TierRuntime:
     def _move(self, worker: TierWorker, operation: str, job_id: JobId, blocks: Sequence[Block]) -> None:
         """Starts a job on a thread. The core has pinned the blocks, so their slots stay valid."""
         move = worker.store if operation == "store" else worker.load
-        move(
-            lambda: [self._block_bytes(block) for block in blocks],
-            len(blocks),
-            partial(self._ended_on_thread, worker, job_id),
-        )
+        ended = partial(self._ended_on_thread, worker, job_id)
+        move(lambda: [self._block_bytes(block) for block in blocks], len(blocks), ended)
 
     def _ended_on_thread(self, worker: TierWorker, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
         self._finished.append((worker, job_id, outcomes))

@@ -1,4 +1,4 @@
-"""Limits of gRPC calls: requests received at the same time, memory of running calls, and streams.
+"""Limits of calls: requests received at the same time, memory of running calls, and streams.
 
 gRPC buffers each request until it is complete. It has no limit for the memory of all incomplete
 requests, and no time limit. But gRPC receives only the first 64 KiB of a request until its call
@@ -13,7 +13,7 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import grpc
 
@@ -23,6 +23,7 @@ __all__ = [
     "LOCAL_OR_REMOTE",
     "PUBLIC",
     "GrpcCaller",
+    "MessageBudget",
     "ReceptionLimits",
     "Receptions",
     "RefusalPace",
@@ -296,3 +297,54 @@ class RefusalPace:
             await asyncio.sleep(turn - now)
         finally:
             self._held -= 1
+
+
+class _Reader(Protocol):
+    def resume(self) -> None:
+        """Reads again, because memory may have become free."""
+        ...
+
+
+class MessageBudget:
+    """Memory for requests of more than 64 KiB, from their first byte to the end of their call.
+
+    A connection whose request does not fit waits: the server does not read from it. A tenant may
+    reserve half of the budget, and a session an eighth, but at least one request.
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        self._free = total_bytes
+        self._per_session = total_bytes // 8
+        self._per_tenant = total_bytes // 2
+        self._reserved: Counter[bytes | str | None] = Counter()
+        """By session id, and by tenant."""
+        self._waiting: dict[_Reader, None] = {}
+
+    def reserve(self, session_id: bytes, tenant: str | None, nbytes: int, connection: _Reader) -> bool:
+        """Returns whether memory could be reserved. If not, calls `connection.resume` later.
+
+        `tenant` is None if the caller may access all tenants.
+        """
+        before = self._reserved[session_id]
+        if (
+            nbytes > self._free
+            or (before and before + nbytes > self._per_session)
+            or self._reserved[tenant] + nbytes > self._per_tenant
+        ):
+            self._waiting[connection] = None
+            return False
+        self._waiting.pop(connection, None)
+        self._free -= nbytes
+        self._reserved[session_id] += nbytes
+        self._reserved[tenant] += nbytes
+        return True
+
+    def release(self, session_id: bytes, tenant: str | None, nbytes: int, connection: _Reader) -> None:
+        self._waiting.pop(connection, None)
+        self._free += nbytes
+        for owner in (session_id, tenant):
+            self._reserved[owner] -= nbytes
+            if self._reserved[owner] <= 0:
+                del self._reserved[owner]
+        for each in self._waiting if nbytes else ():
+            asyncio.get_running_loop().call_soon(each.resume)

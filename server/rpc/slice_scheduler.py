@@ -90,7 +90,7 @@ class _Share:
         self.used = max(self.used, siblings.virtual)
         siblings.virtual = self.used
         self.used += seconds
-        # Use while no other share called is not counted: a later call of another share delays nothing.
+        # Use while no other share called is not counted, so a first call of another delays nothing.
         counted_from = max(self.free_at, began) if began - self._others_at < _ACTIVE_SECONDS else began
         self.free_at = counted_from + _PAUSE * seconds
         if siblings.last is not self:

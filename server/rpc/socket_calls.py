@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from functools import partial
 from typing import Any, NoReturn
@@ -30,6 +29,7 @@ from ...protos.wire.socket_frames import (
 from ..auth.roles import OWNER, Identity
 from ..telemetry.logs import get_logger
 from .interceptor import RefusalInterceptor
+from .receptions import MessageBudget
 from .slice_scheduler import Account, SliceScheduler
 
 __all__ = ["SocketCallServer"]
@@ -48,8 +48,8 @@ _BUFFER = memoryview(bytearray(_READ_BYTES))
 _READ_SECONDS = 2e-5
 """Use of the event loop for an event of a connection, before `get_buffer`."""
 _PIECE_BYTES = 1024
-"""After fewer bytes that do not end a request, the connection is held back: a client sends a request
-at once, so its pieces are larger on every network."""
+"""After fewer bytes that do not end a request, the connection is held back: a client sends a whole
+request, so its pieces are larger on every network."""
 _PIECE_SECONDS, _MAX_PIECE_SECONDS = 0.01, 1.0
 """Time for which it is held back; each further short piece in a row doubles it. On a Unix socket
 277 single bytes fit into the buffers, and to receive them takes 0.4 ms."""
@@ -57,51 +57,6 @@ _NAME_BYTES = 1 + 255
 """Largest name of a method, with its length."""
 _SMALL_BYTES = 64 << 10
 """Largest request that the server receives without a reservation in its `MessageBudget`."""
-
-
-class MessageBudget:
-    """Memory for requests of more than 64 KiB, from their first byte to the end of their call.
-
-    A connection whose request does not fit waits: the server does not read from it. A tenant may
-    reserve half of the budget, and a session an eighth, but at least one request.
-    """
-
-    def __init__(self, total_bytes: int) -> None:
-        self._free = total_bytes
-        self._per_session = total_bytes // 8
-        self._per_tenant = total_bytes // 2
-        self._reserved: Counter[bytes | str | None] = Counter()
-        """By session id, and by tenant."""
-        self._waiting: dict[_Connection, None] = {}
-
-    def reserve(self, session_id: bytes, tenant: str | None, nbytes: int, connection: _Connection) -> bool:
-        """Returns whether memory could be reserved. If not, calls `connection.resume` later.
-
-        `tenant` is None if the caller may access all tenants.
-        """
-        before = self._reserved[session_id]
-        if (
-            nbytes > self._free
-            or (before and before + nbytes > self._per_session)
-            or self._reserved[tenant] + nbytes > self._per_tenant
-        ):
-            self._waiting[connection] = None
-            return False
-        self._waiting.pop(connection, None)
-        self._free -= nbytes
-        self._reserved[session_id] += nbytes
-        self._reserved[tenant] += nbytes
-        return True
-
-    def release(self, session_id: bytes, tenant: str | None, nbytes: int, connection: _Connection) -> None:
-        self._waiting.pop(connection, None)
-        self._free += nbytes
-        for owner in (session_id, tenant):
-            self._reserved[owner] -= nbytes
-            if self._reserved[owner] <= 0:
-                del self._reserved[owner]
-        for each in self._waiting if nbytes else ():
-            asyncio.get_running_loop().call_soon(each.resume)
 
 
 class SocketCallServer:

@@ -18,7 +18,7 @@ from harness.unfinished_grpc import UnfinishedCalls
 from kvtier.client.results import KeyStatus
 from kvtier.protos.v1 import cache_pb2
 from kvtier.protos.wire.socket_frames import HEAD_BYTES, FrameKind, Purpose, pack_call
-from kvtier.server.rpc.socket_calls import MessageBudget
+from kvtier.server.rpc.receptions import MessageBudget
 
 NAMESPACE = namespace_of(64 << 10)
 LIMIT = 8 * MIB
