@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from vllm.v1.core.block_pool import BlockPool
 from kvtier.client import EngineAddress, make_key
 from kvtier.client.engines.vllm import KVTierConnector, connector
 from kvtier.client.engines.vllm.compat import CacheHitSource
+from kvtier.client.engines.vllm.ranks import Parts
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.worker.reports import WorkerReport
 
@@ -187,6 +189,37 @@ def test_a_step_without_block_tables_saves_nothing(make: MakeConnector, model: P
     (save,) = made.build_connector_meta(make_step({"r": [[1, 2]]}, r=8)).saves  # type: ignore[attr-defined]
     assert save.block_ids == [1, 2]
     made.update_connector_output(report(WorkerReport({save.job_id: 1})))
+
+
+def test_blocks_are_saved_after_the_workers_have_told_their_parts(make: MakeConnector, model: Path) -> None:
+    """VLLM gives the block pool to the connector before the handshake with the workers."""
+    config = engine_config(str(model), {}, parallel={"pipeline_parallel_size": 2, "world_size": 2})
+    made, request = make(config), make_request(2)
+    made.bind_gpu_block_pool(FakePool())
+    made.set_xfer_handshake_metadata_pp_aware({(stage, 0): Parts((256,), "layers") for stage in range(2)})
+    server_of(made)
+    made.on_new_request(request)
+    wait_until(lambda: made.get_num_new_matched_tokens(request, 0) == (0, False))
+    made.update_state_after_alloc(request, blocks(1, 2), 0)
+    (save,) = made.build_connector_meta(make_step({"r": [[1, 2]]}, r=8)).saves  # type: ignore[attr-defined]
+    assert save.block_ids == [1, 2]
+    made.update_connector_output(report(WorkerReport({save.job_id: 0b11})))
+    assert not made.has_pending_push_work()
+
+
+@pytest.mark.usefixtures("digests_are_awaited")
+@pytest.mark.parametrize("error", [None, RuntimeError("out of memory")])
+def test_an_adapter_is_identified_if_its_load_succeeds(
+    make: MakeConnector, model: Path, error: Exception | None
+) -> None:
+    """The error of a load reaches vLLM, which then refuses the adapter."""
+    made = make(engine_config(str(model), {}))
+    (model / "adapter_config.json").write_text("{}")
+    adapter = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(model))
+    with nullcontext() if error is None else pytest.raises(RuntimeError), made.loading_adapter(adapter):
+        if error is not None:
+            raise error
+    assert (side_of(made).adapters.tag_of(adapter) is None) is (error is not None)
 
 
 def test_a_reset_waits_for_loads(make: MakeConnector, model: Path) -> None:
