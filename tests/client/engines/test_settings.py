@@ -128,16 +128,17 @@ def test_settings_that_contain_themselves_are_refused() -> None:
 
 def test_the_content_of_named_files_counts(tmp_path: Path) -> None:
     """A file or folder can change in place. It is read when the digest is computed."""
-    scales, folder = tmp_path / "scales.json", tmp_path / "draft"
+    scales, listed, folder = tmp_path / "scales.json", tmp_path / "plugin.py", tmp_path / "draft"
     folder.mkdir()
-    plain = plain_settings({"scales": str(scales), "draft": folder}, NEUTRAL)
+    plain = plain_settings({"scales": str(scales), "plugins": ["a", str(listed)], "draft": folder}, NEUTRAL)
     digests = [digest_of_settings(plain)]
     for content in (b"1", b"2"):
-        scales.write_bytes(content)
-        digests.append(digest_of_settings(plain))
+        for file in (scales, listed):
+            file.write_bytes(content)
+            digests.append(digest_of_settings(plain))
         (folder / "model.safetensors").write_bytes(content)
         digests.append(digest_of_settings(plain))
-    assert len(set(digests)) == 5
+    assert len(set(digests)) == 7
 
 
 def test_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:

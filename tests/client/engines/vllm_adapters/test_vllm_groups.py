@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from engine_config import TOKENS, engine_config, full, kv_cache, state, window
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from kvtier.client.engines.failures import Unsupported
-from kvtier.client.engines.vllm.groups import resolve_geometry
+from kvtier.client.engines.vllm.groups import is_known_to_scheduler, resolve_geometry
 
 FOLDER = "/model"
 CONFIG = engine_config(FOLDER, {})
@@ -79,6 +80,16 @@ def test_a_group_with_two_windows_is_refused() -> None:
     specs["layer.1"] = window(9)
     with pytest.raises(Unsupported, match="group 0 mixes attention windows"):
         resolve_geometry(CONFIG, cache)
+
+
+def test_the_scheduler_does_not_know_layers_that_differ_from_the_first_of_their_group() -> None:
+    """VLLM describes a group to the scheduler by one layer. The workers then tell their layers."""
+    swapped = replace(state(), shapes=((3, 2), (4,)))
+    for other, known in ((full(), True), (full(head_size=16), False), (swapped, False)):
+        specs = {"layer.0": state() if other is swapped else full(), "layer.1": other}
+        cache = kv_cache(UniformTypeKVCacheSpecs(TOKENS, specs))
+        cache.kv_cache_groups[0].layer_names[:] = specs
+        assert is_known_to_scheduler(CONFIG, cache) is known
 
 
 def test_a_state_has_the_bytes_of_its_tensors() -> None:
