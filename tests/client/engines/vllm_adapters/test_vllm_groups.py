@@ -70,6 +70,14 @@ def test_layers_whose_blocks_cannot_be_reused_are_refused(specs: tuple[Any, ...]
         resolve_geometry(CONFIG, kv_cache(*specs))
 
 
+def test_groups_without_keys_are_refused() -> None:
+    """VLLM caches no blocks of such a group, so that blocks of a hit would be missing."""
+    cache = kv_cache(full(), full())
+    partly = SimpleNamespace(**vars(cache), prefix_cacheable_group_ids=(0,))
+    with pytest.raises(Unsupported, match="cannot be addressed by content"):
+        resolve_geometry(CONFIG, partly)  # type: ignore[arg-type]
+
+
 def test_a_group_with_two_windows_is_refused() -> None:
     """A block of the group would be needed by some layers and not by others."""
     specs = {"layer.0": window(5), "layer.1": window(5)}

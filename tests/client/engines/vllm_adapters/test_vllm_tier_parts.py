@@ -97,6 +97,17 @@ def test_a_store_says_what_is_stored(room: TierParts, status: StoreStatus, done:
     assert [int(slot[0]) for slot in room.client.memory[:4]] == [1, 7, 1, 1]
 
 
+@pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
+def test_a_large_job_is_made_in_calls_that_the_server_takes(room: TierParts, leases: list[int] | None) -> None:
+    """The server refuses a call with more keys than it has said."""
+    room.client.max_keys, calls = 3, []
+    batch_of = room.client._batch
+    room.client._batch = lambda items: calls.append(len(items)) or batch_of(items)  # type: ignore[method-assign, func-returns-value]
+    room.transfers.submit(room.job(1, room.lookups.begin("r", None), leases))
+    assert room.finished() == {1: set(KEYS)}
+    assert calls == [3, 1]
+
+
 def test_the_end_of_a_request_reaches_the_server_after_its_last_store(room: TierParts) -> None:
     """B3.12 It is sent once, when no call about the request is in flight."""
     stored = threading.Event()
