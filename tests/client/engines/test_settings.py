@@ -55,6 +55,13 @@ def make_override(scale: float) -> Callable[[Any], Any]:
     return override
 
 
+def make_keyword(default: float) -> Callable[[Any], Any]:
+    def override(config: Any, *, scale: float = default) -> Any:
+        return config * scale
+
+    return override
+
+
 def with_default(config: Any, scale: float = 1.0) -> Any:
     return config * scale
 
@@ -110,6 +117,19 @@ def test_parts_with_a_longer_name() -> None:
 def test_values_of_functions_count() -> None:
     """Two functions of one definition differ by the values that they keep."""
     assert digest({"f": make_override(1.0)}) == digest({"f": make_override(1.0)}) != digest({"f": make_override(2.0)})
+    assert digest({"f": make_keyword(1.0)}) == digest({"f": make_keyword(1.0)}) != digest({"f": make_keyword(2.0)})
+
+
+def test_the_source_of_functions_counts(tmp_path: Path) -> None:
+    """A plug-in can change under its name."""
+    source = tmp_path / "plugin.py"
+    digests = []
+    for text in ("def override(config): return config", "def override(config): return config * 2"):
+        source.write_text(text)
+        scope: dict[str, Any] = {"__name__": "plugin"}
+        exec(compile(text, str(source), "exec"), scope)  # noqa: S102 - as an import
+        digests.append(digest({"f": scope["override"]}))
+    assert digests[0] != digests[1]
 
 
 @pytest.mark.parametrize("value", [object(), functools.partial(with_default, scale=2.0), make_override(object())])  # type: ignore[arg-type]
