@@ -269,4 +269,6 @@ def test_a_large_save_is_made_in_batches(monkeypatch: pytest.MonkeyPatch) -> Non
 @contextlib.contextmanager
 def _written(client: FakeTransfers, keys: list[bytes]) -> Iterator[Any]:
     client.written.append(keys)
-    yield SimpleNamespace(memory=client.memory, wanted=[], offsets=[], statuses=bytes([StoreStatus.PRESENT] * len(keys)))
+    yield SimpleNamespace(
+        memory=client.memory, wanted=[], offsets=[], statuses=bytes([StoreStatus.PRESENT] * len(keys))
+    )
