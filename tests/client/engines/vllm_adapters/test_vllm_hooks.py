@@ -316,7 +316,7 @@ def test_the_namespace_knows_the_weights_of_a_hub_model(monkeypatch: pytest.Monk
 
 
 def test_files_that_the_engine_loads_from_its_own_folder_count(tmp_path: Path) -> None:
-    """Setting `download_dir` of vLLM; the default cache of the hub may have other files, or none."""
+    """Setting `download_dir` of vLLM. The default cache of the hub may have other files."""
     snapshot = tmp_path / "models--org--name" / "snapshots" / ("c" * 40)
     (tmp_path / "models--org--name" / "refs").mkdir(parents=True)
     (tmp_path / "models--org--name" / "refs" / "main").write_text(snapshot.name)

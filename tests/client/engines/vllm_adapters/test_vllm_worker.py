@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Iterator
@@ -256,7 +257,7 @@ def test_a_large_save_is_made_in_batches(monkeypatch: pytest.MonkeyPatch) -> Non
     for batch_bytes, batches in ((4 * PAGE, [2, 1]), (1, [1, 1, 1])):
         monkeypatch.setattr(worker_module, "_BATCH_BYTES", batch_bytes)
         client: Any = FakeTransfers()
-        client.write = lambda keys, *, request_id, client=client: _written(client, keys)
+        client.write = functools.partial(_write_present, client)
         reports = WorkerReports()
         worker = WorkerSide(lambda *_, client=client: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[misc]
         worker.register(make_caches(8))
@@ -267,7 +268,7 @@ def test_a_large_save_is_made_in_batches(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @contextlib.contextmanager
-def _written(client: FakeTransfers, keys: list[bytes]) -> Iterator[Any]:
+def _write_present(client: FakeTransfers, keys: list[bytes], **_: Any) -> Iterator[Any]:
     client.written.append(keys)
     yield SimpleNamespace(
         memory=client.memory, wanted=[], offsets=[], statuses=bytes([StoreStatus.PRESENT] * len(keys))
