@@ -99,6 +99,42 @@ ADAPTER_FAULTS = (
         "hit = self._handoffs.match",
     ),
     Fault(
+        "a worker does not try again to enter a namespace",
+        _VLLM + "connector.py",
+        "        self._worker.reconnect(digest)\n        self._digest = digest  # if",
+        "        self._digest = digest\n        self._worker.reconnect(digest)  # if",
+    ),
+    Fault(
+        "the scheduler has no block pool after the handshake",
+        _VLLM + "connector.py",
+        "        self._scheduler.bind_pool(self._block_pool)\n",
+        "",
+    ),
+    Fault(
+        "engines with another environment share blocks",
+        _NAMESPACE,
+        "[plain_settings(vllm_config, NEUTRAL), environment]",
+        "[plain_settings(vllm_config, NEUTRAL)]",
+    ),
+    Fault(
+        "layers of two allocations are one run",
+        _VLLM + "layout.py",
+        "layer.storage.data_ptr() == first.storage.data_ptr()\n            and (layer",
+        "(layer",
+    ),
+    Fault(
+        "holds are claimed in the namespace of old weights",
+        _SCHEDULER,
+        "            self._handoffs.use(link.peers)\n",
+        "",
+    ),
+    Fault(
+        "missed blocks above the limit are never stored",
+        "client/offload/saves.py",
+        "                progress.miss(group.index, position, now)\n            else:\n                end",
+        "                pass\n            else:\n                end",
+    ),
+    Fault(
         "engines of SGLang with other weights share pages",
         _SGLANG + "namespaces.py",
         "{WEIGHTS: weights, ",

@@ -173,12 +173,29 @@ class TestChangesAfterTheStart:
         with pytest.raises(OSError, match="has changed since the process began"):
             identify_weights(str(tmp_path / "current"), "")
 
+    def test_a_model_in_a_single_file_that_changes_is_an_error(
+        self, tmp_path: Path, started: Callable[[], None]
+    ) -> None:
+        started()
+        (tmp_path / "model.gguf").write_text("1")
+        with pytest.raises(OSError, match="has changed since the process began"):
+            identify_weights(str(tmp_path / "model.gguf"), "")
+
     def test_an_adapter_that_changes_is_an_error(self, tmp_path: Path, started: Callable[[], None]) -> None:
         started()
         (tmp_path / "adapter_config.json").write_text("{}")
         (tmp_path / "adapter_model.safetensors").write_text("1")
         with pytest.raises(OSError, match="has changed since the process began"):
             identify_adapter(str(tmp_path))
+
+    @pytest.mark.usefixtures("started")
+    def test_an_adapter_without_weights_is_an_error(self, tmp_path: Path) -> None:
+        """For example while its files are copied: the engine would load others than those."""
+        (tmp_path / "adapter_config.json").write_text("{}")
+        with pytest.raises(FileNotFoundError, match="no weights"):
+            identify_adapter(str(tmp_path))
+        (tmp_path / "adapter_model.bin").write_text("1")
+        assert identify_adapter(str(tmp_path))
 
     def test_the_start_of_a_process(self, tmp_path: Path) -> None:
         """Files are older than a process that begins next, and newer than this one."""

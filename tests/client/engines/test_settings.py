@@ -55,6 +55,13 @@ def make_override(scale: float) -> Callable[[Any], Any]:
     return override
 
 
+def make_keyword(default: float) -> Callable[[Any], Any]:
+    def override(config: Any, *, scale: float = default) -> Any:
+        return config * scale
+
+    return override
+
+
 def with_default(config: Any, scale: float = 1.0) -> Any:
     return config * scale
 
@@ -110,6 +117,19 @@ def test_parts_with_a_longer_name() -> None:
 def test_values_of_functions_count() -> None:
     """Two functions of one definition differ by the values that they keep."""
     assert digest({"f": make_override(1.0)}) == digest({"f": make_override(1.0)}) != digest({"f": make_override(2.0)})
+    assert digest({"f": make_keyword(1.0)}) == digest({"f": make_keyword(1.0)}) != digest({"f": make_keyword(2.0)})
+
+
+def test_the_source_of_functions_counts(tmp_path: Path) -> None:
+    """A plug-in can change under its name."""
+    source = tmp_path / "plugin.py"
+    digests = []
+    for text in ("def override(config): return config", "def override(config): return config * 2"):
+        source.write_text(text)
+        scope: dict[str, Any] = {"__name__": "plugin"}
+        exec(compile(text, str(source), "exec"), scope)  # noqa: S102 - as an import
+        digests.append(digest({"f": scope["override"]}))
+    assert digests[0] != digests[1]
 
 
 @pytest.mark.parametrize("value", [object(), functools.partial(with_default, scale=2.0), make_override(object())])  # type: ignore[arg-type]
@@ -128,16 +148,17 @@ def test_settings_that_contain_themselves_are_refused() -> None:
 
 def test_the_content_of_named_files_counts(tmp_path: Path) -> None:
     """A file or folder can change in place. It is read when the digest is computed."""
-    scales, folder = tmp_path / "scales.json", tmp_path / "draft"
+    scales, listed, folder = tmp_path / "scales.json", tmp_path / "plugin.py", tmp_path / "draft"
     folder.mkdir()
-    plain = plain_settings({"scales": str(scales), "draft": folder}, NEUTRAL)
+    plain = plain_settings({"scales": str(scales), "plugins": ["a", str(listed)], "draft": folder}, NEUTRAL)
     digests = [digest_of_settings(plain)]
     for content in (b"1", b"2"):
-        scales.write_bytes(content)
-        digests.append(digest_of_settings(plain))
+        for file in (scales, listed):
+            file.write_bytes(content)
+            digests.append(digest_of_settings(plain))
         (folder / "model.safetensors").write_bytes(content)
         digests.append(digest_of_settings(plain))
-    assert len(set(digests)) == 5
+    assert len(set(digests)) == 7
 
 
 def test_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:

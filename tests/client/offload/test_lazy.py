@@ -104,6 +104,16 @@ def test_only_blocks_of_the_next_steps_are_stored() -> None:
     assert _step(core, 50.0) == [3]
 
 
+def test_blocks_that_are_being_stored_count() -> None:
+    """B4.7: while their saves run, no blocks are stored that are further from their eviction."""
+    pool = FakePool()
+    core = _core(pool)
+    pool.free(*_free(*range(1, 60)))
+    for _ in range(3):
+        core.plan_saves((), 0.0)
+    assert [job.block_ids for job in core.take_plan(0.0).saves] == [[1, 2]]
+
+
 def test_stored_blocks_keep_their_eviction_order() -> None:
     """B4.9: oldest first; a store does not make a block's eviction earlier or later."""
     pool = FakePool()

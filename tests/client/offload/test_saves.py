@@ -121,6 +121,21 @@ def test_a_successful_store_resets_the_backoff() -> None:
             planner.report({job.job_id: 1})
 
 
+def test_missed_blocks_above_the_limit_are_offered_later() -> None:
+    """B3.5, B4.6: an offer for which other saves leave too little room loses no block."""
+    planner, progress = Saves(FakePool(4), held=0.5), SaveProgress()
+    job = planner.plan(Request(2), progress, 8, [[1, 2]])
+    planner.report({job.job_id: 1}, {job.job_id: {0, 1}})
+    other = planner.plan(Request(1), SaveProgress(), 4, [[3]])
+    planner.now += 60
+    part = planner.plan(Request(2), progress, 8, [[1, 2]])
+    assert part.block_ids == [1]
+    planner.report({other.job_id: 1, part.job_id: 1})
+    planner.now += 60
+    rest = planner.plan(Request(2), progress, 8, [[1, 2]])
+    assert rest.block_ids == [2]
+
+
 def test_missed_blocks_are_offered_at_the_end_of_a_request() -> None:
     """B3.5: once more, without waiting for the backoff."""
     planner, progress = Saves(), SaveProgress()

@@ -228,6 +228,7 @@ class FakeClient:
         self.policy = OffloadPolicy.BLOCK_LEVEL
         self.resets: list[Any] = []
         self.options: list[dict[str, Any]] = []
+        self.waits: list[float] = []
 
     def reset(self, *, wait: float) -> int:
         """Returns the values that the test put into `resets`, the last first; then 0."""
@@ -237,6 +238,7 @@ class FakeClient:
     def lookup(self, keys: Sequence[bytes], *, request_id: str, wait: float, prefix: bool, **options: Any) -> Any:
         self.before()
         self.options.append(options)
+        self.waits.append(wait)
         self.asked.append(len(keys))
         self.looked_up.append(list(keys))
         self.prefixes.append(prefix)

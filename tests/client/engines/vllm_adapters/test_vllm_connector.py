@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,14 @@ from engine_config import engine_config
 from harness.polling import wait_until
 from vllm.v1.core.block_pool import BlockPool
 
-from kvtier.client import EngineAddress, make_key
+from kvtier.client import Credentials, EngineAddress, make_key
 from kvtier.client.engines.vllm import KVTierConnector, connector
 from kvtier.client.engines.vllm.compat import CacheHitSource
+from kvtier.client.engines.vllm.peers import OWN
+from kvtier.client.engines.vllm.ranks import Parts
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.worker.reports import WorkerReport
+from kvtier.client.handoff import RemoteRequest
 
 HASHES = [bytes([number]) * 32 for number in range(8)]
 KEYS = [make_key(block_hash, 0) for block_hash in HASHES]
@@ -172,6 +176,32 @@ def test_a_load_from_its_match_to_its_report(make: MakeConnector, model: Path, *
     assert not made.has_pending_push_work()
 
 
+def test_workers_that_disagree_about_their_layers_disable_the_connector(make: MakeConnector, model: Path) -> None:
+    """Also if the scheduler's configuration seemed to describe the layers."""
+    made = make(engine_config(str(model), {}, parallel={"tensor_parallel_size": 2, "world_size": 2}))
+    server_of(made)
+    made.set_xfer_handshake_metadata_pp_aware({(0, rank): Parts((256,), f"layers of {rank}") for rank in range(2)})
+    assert made._scheduler is None
+    assert made.get_num_new_matched_tokens(make_request(2), 0) == (0, False)
+
+
+def test_each_client_has_the_credentials_and_the_address_of_the_settings(
+    make: MakeConnector, model: Path, tmp_path: Path
+) -> None:
+    """Other engines reach the server at `advertise`; this engine at `endpoint`."""
+    (tmp_path / "token").write_text("secret")
+    extra = {"token_file": str(tmp_path / "token"), "endpoint": "unix:/here", "advertise": "10.0.0.1:7070"}
+    made = make(engine_config(str(model), extra))
+    server = server_of(made)
+    clients: list[Any] = [server, *(made._connect(server.namespace, 0, None, to) for to in (None, "10.0.0.7:7070"))]
+    expected = Credentials.from_environment(token_file=str(tmp_path / "token"))
+    assert [client.given["credentials"] for client in clients] == [expected] * 3
+    assert expected != Credentials.from_environment()
+    assert side_of(made)._handoffs._core._identity.host == "10.0.0.1"
+    for address in (("10.0.0.1", 7070), ("unix:/here", 0)):
+        assert made._peers(server, server.namespace, None).endpoint_of(RemoteRequest("P", "p", *address)) == OWN
+
+
 def test_a_step_without_block_tables_saves_nothing(make: MakeConnector, model: Path) -> None:
     """The tables are missing if no request is computed."""
     made, request = make(engine_config(str(model), {})), make_request(2)
@@ -187,6 +217,37 @@ def test_a_step_without_block_tables_saves_nothing(make: MakeConnector, model: P
     (save,) = made.build_connector_meta(make_step({"r": [[1, 2]]}, r=8)).saves  # type: ignore[attr-defined]
     assert save.block_ids == [1, 2]
     made.update_connector_output(report(WorkerReport({save.job_id: 1})))
+
+
+def test_blocks_are_saved_after_the_workers_have_told_their_parts(make: MakeConnector, model: Path) -> None:
+    """VLLM gives the block pool to the connector before the handshake with the workers."""
+    config = engine_config(str(model), {}, parallel={"pipeline_parallel_size": 2, "world_size": 2})
+    made, request = make(config), make_request(2)
+    made.bind_gpu_block_pool(FakePool())
+    made.set_xfer_handshake_metadata_pp_aware({(stage, 0): Parts((256,), "layers") for stage in range(2)})
+    server_of(made)
+    made.on_new_request(request)
+    wait_until(lambda: made.get_num_new_matched_tokens(request, 0) == (0, False))
+    made.update_state_after_alloc(request, blocks(1, 2), 0)
+    (save,) = made.build_connector_meta(make_step({"r": [[1, 2]]}, r=8)).saves  # type: ignore[attr-defined]
+    assert save.block_ids == [1, 2]
+    made.update_connector_output(report(WorkerReport({save.job_id: 0b11})))
+    assert not made.has_pending_push_work()
+
+
+@pytest.mark.usefixtures("digests_are_awaited")
+@pytest.mark.parametrize("error", [None, RuntimeError("out of memory")])
+def test_an_adapter_is_identified_if_its_load_succeeds(
+    make: MakeConnector, model: Path, error: Exception | None
+) -> None:
+    """The error of a load reaches vLLM, which then refuses the adapter."""
+    made = make(engine_config(str(model), {}))
+    (model / "adapter_config.json").write_text("{}")
+    adapter = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(model))
+    with nullcontext() if error is None else pytest.raises(RuntimeError), made.loading_adapter(adapter):
+        if error is not None:
+            raise error
+    assert (side_of(made).adapters.tag_of(adapter) is None) is (error is not None)
 
 
 def test_a_reset_waits_for_loads(make: MakeConnector, model: Path) -> None:

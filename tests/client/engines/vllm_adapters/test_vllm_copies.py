@@ -62,8 +62,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def _caches() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     layers = torch.randint(0, 255, (4, BLOCKS, PAGE), generator=generator, dtype=torch.uint8).unbind(0)
-    # The first group's layers are not adjacent: two segments.
-    return {"a": layers[0], "b": layers[1].clone(), "c": layers[2], "d": layers[3]}
+    # The first group's layers are in two allocations, so in two segments. Their offsets are those
+    # of adjacent layers.
+    other = torch.cat([layers[0].clone(), layers[1]])[BLOCKS:]
+    return {"a": layers[0], "b": other, "c": layers[2], "d": layers[3]}
 
 
 def _make(kind: type[CpuCopier | CudaCopier], caches: dict[str, Any]) -> Any:

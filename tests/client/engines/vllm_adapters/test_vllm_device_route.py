@@ -175,3 +175,20 @@ def test_a_server_that_takes_no_token_ids_is_not_asked_again(
     report = reports.take_report()
     assert report is not None
     assert report.not_stored == {}
+
+
+def test_the_server_forgets_tensors_that_are_replaced() -> None:
+    """Otherwise it would keep their memory mapped."""
+    routes: list[Any] = []
+
+    def route_of(*_: object) -> Any:
+        routes.append(SimpleNamespace(closed=0, register=lambda _: None))
+        routes[-1].close = lambda route=routes[-1]: setattr(route, "closed", route.closed + 1)
+        return routes[-1]
+
+    client: Any = FakeTransfers()
+    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, WorkerReports(), RateLimitedLog(), route_of=route_of)
+    for _ in range(2):
+        worker.register(make_caches(8))
+    assert [route.closed for route in routes] == [1, 0]
+    close_when_idle(worker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 from connector_fakes import FULL, FakeClient, make_request, make_step, reset_pending, scheduler_side
@@ -13,6 +14,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from kvtier.client import make_hold_key, make_key
 from kvtier.client.engines.vllm.scheduler.kv_events import KVEvents
 from kvtier.client.engines.vllm.worker.reports import SAVE_LOST_AFTER_S, WorkerReport
+from kvtier.client.events import HeldChange
 from kvtier.client.offload import EndedSave, SaveJob
 
 TABLE = [[7, 8, 9]]
@@ -63,6 +65,27 @@ def test_a_reset_clears_and_what_was_in_flight_is_not_announced() -> None:
         (again,) = scheduler.build_step(make_step({"r": TABLE}, r=12)).saves
         scheduler.saves_reported(WorkerReport({again.job_id: 1}))
         assert [type(event) for event in scheduler.take_events()] == [BlockStored] * 3
+
+
+def test_changes_that_the_server_told_before_a_reset_are_not_announced() -> None:
+    """They may arrive after the reset, and would follow `AllBlocksCleared`."""
+    tell: list[Any] = []
+
+    def open_stream(_client: Any, on_changes: Any) -> Any:
+        tell.append(on_changes)
+        return SimpleNamespace(close=lambda _: None)
+
+    events, client = KVEvents([FULL], open_stream, enabled=True), FakeClient()
+    change = [HeldChange(stored=True, medium="CPU", keys=[make_key(bytes(32), 0)])]
+    events.follow(client)  # type: ignore[arg-type]
+    tell[0](change)
+    events.cleared()
+    tell[0](change)
+    assert [type(event) for event in events.take()] == [AllBlocksCleared]
+    events.follow(client)  # type: ignore[arg-type]
+    for each in tell:
+        each(change)
+    assert [type(event) for event in events.take()] == [BlockStored]
 
 
 def test_a_save_of_which_nothing_is_heard_is_not_announced(monkeypatch: Any) -> None:

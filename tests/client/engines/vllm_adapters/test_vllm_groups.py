@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from engine_config import TOKENS, engine_config, full, kv_cache, state, window
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from kvtier.client.engines.failures import Unsupported
-from kvtier.client.engines.vllm.groups import resolve_geometry
+from kvtier.client.engines.vllm.groups import is_known_to_scheduler, resolve_geometry
 
 FOLDER = "/model"
 CONFIG = engine_config(FOLDER, {})
@@ -69,6 +70,14 @@ def test_layers_whose_blocks_cannot_be_reused_are_refused(specs: tuple[Any, ...]
         resolve_geometry(CONFIG, kv_cache(*specs))
 
 
+def test_groups_without_keys_are_refused() -> None:
+    """VLLM caches no blocks of such a group, so that blocks of a hit would be missing."""
+    cache = kv_cache(full(), full())
+    partly = SimpleNamespace(**vars(cache), prefix_cacheable_group_ids=(0,))
+    with pytest.raises(Unsupported, match="cannot be addressed by content"):
+        resolve_geometry(CONFIG, partly)  # type: ignore[arg-type]
+
+
 def test_a_group_with_two_windows_is_refused() -> None:
     """A block of the group would be needed by some layers and not by others."""
     specs = {"layer.0": window(5), "layer.1": window(5)}
@@ -79,6 +88,16 @@ def test_a_group_with_two_windows_is_refused() -> None:
     specs["layer.1"] = window(9)
     with pytest.raises(Unsupported, match="group 0 mixes attention windows"):
         resolve_geometry(CONFIG, cache)
+
+
+def test_the_scheduler_does_not_know_layers_that_differ_from_the_first_of_their_group() -> None:
+    """VLLM describes a group to the scheduler by one layer. The workers then tell their layers."""
+    swapped = replace(state(), shapes=((3, 2), (4,)))
+    for other, known in ((full(), True), (full(head_size=16), False), (swapped, False)):
+        specs = {"layer.0": state() if other is swapped else full(), "layer.1": other}
+        cache = kv_cache(UniformTypeKVCacheSpecs(TOKENS, specs))
+        cache.kv_cache_groups[0].layer_names[:] = specs
+        assert is_known_to_scheduler(CONFIG, cache) is known
 
 
 def test_a_state_has_the_bytes_of_its_tensors() -> None:

@@ -20,12 +20,13 @@ from kvtier.client import (
     InvalidRequest,
     KeyStatus,
     KVTierError,
+    Namespace,
     NotConnected,
     PublishStatus,
     make_key,
 )
 from kvtier.client.engines.vllm.background import RateLimitedLog
-from kvtier.client.engines.vllm.peers import Peers
+from kvtier.client.engines.vllm.peers import OWN, Peers, ServerLink
 from kvtier.client.engines.vllm.scheduler import hold_calls
 from kvtier.client.engines.vllm.scheduler.hold_calls import HoldCalls
 from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmRequest
@@ -183,7 +184,66 @@ def test_a_server_that_fails_is_left_in_peace(monkeypatch: Any, error: KVTierErr
             request = make_request(6, request_id, kv_transfer_params=PREFILLED)
             scheduler.new_request(request)
             wait_until(lambda request=request: scheduler.matched_tokens(request, 0) == (0, False))  # type: ignore[misc]
+        scheduler._handoffs._calls.renew([RemoteRequest("P", "p", "unix:/ours", 0)])
     assert len(client.claimed) == (2 if asks_again else 1)
+    assert len(client.renewed) == (1 if asks_again else 0)
+
+
+def test_a_publication_that_waits_while_the_weights_change_keeps_its_namespace() -> None:
+    """Otherwise blocks of the old weights could be pulled as those of the new ones."""
+    old, new, gate = HoldsClient(), HoldsClient(), threading.Event()
+    log = RateLimitedLog()
+    calls = HoldCalls(Peers(old), 60.0, log, TransferCounters())  # type: ignore[arg-type]
+    calls._notify(OWN, lambda: gate.wait(60))
+    publication: Any = SimpleNamespace(
+        request_id="r", keys=[], positions=[], num_tokens=0, direction=None, hold_for=1.0, refused=False
+    )
+    calls.publish(publication)
+    calls.use(Peers(new))  # type: ignore[arg-type]
+    gate.set()
+    wait_until(lambda: bool(old.published or new.published))
+    calls.close()
+    assert (old.published, new.published) == (["r"], [])
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_blocks_of_a_pull_are_counted_by_its_outcome(*, failed: bool) -> None:
+    counters = TransferCounters()
+    with scheduler_side(HoldsClient(), counters=counters) as (scheduler, _):
+        request = make_request(6, kv_transfer_params=PREFILLED)
+        scheduler.new_request(request)
+        wait_until(lambda: scheduler.matched_tokens(request, 0) == (24, True))
+        scheduler.blocks_allocated(request, TABLE, 24)
+        scheduler.build_step(make_step({}))
+        scheduler.loads_reported(["r"], ["r"] if failed else [])
+    counts = counters.take()
+    assert counts is not None
+    found = {name: count for name, count in counts.data.items() if name.startswith("pull_blocks")}
+    assert found == {f"pull_blocks:{'failed' if failed else 'pulled'}": 6}
+
+
+def test_after_a_change_of_weights_claims_are_made_in_the_new_namespace() -> None:
+    """Holds of the old weights are in another namespace, so that none of them is claimed."""
+    old, new = HoldsClient(), HoldsClient()
+    new.wait_until_connected = lambda _: None  # type: ignore[attr-defined]
+    peers: Any = Peers(new, [("unix:/ours", 0)])  # type: ignore[arg-type]
+    namespace = Namespace("model", "float32", ())
+
+    def connect(version: str) -> ServerLink:
+        return ServerLink(version, namespace, new, peers)  # type: ignore[arg-type]
+
+    with scheduler_side(old, connect=connect) as (scheduler, _):
+        assert scheduler.reset()
+
+        def has_ended() -> bool:
+            scheduler.build_step(make_step({}))
+            return not scheduler._resetting
+
+        wait_until(has_ended)
+        request = make_request(6, kv_transfer_params=PREFILLED)
+        scheduler.new_request(request)
+        wait_until(lambda: scheduler.matched_tokens(request, 0) == (24, True))
+    assert (old.claimed, new.claimed) == ([], [HoldName("P", "p")])
 
 
 def test_no_calls_without_a_server() -> None:

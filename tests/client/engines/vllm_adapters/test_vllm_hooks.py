@@ -315,6 +315,24 @@ def test_the_namespace_knows_the_weights_of_a_hub_model(monkeypatch: pytest.Monk
             _weights_of(**unknown)
 
 
+def test_files_that_the_engine_loads_from_its_own_folder_count(tmp_path: Path) -> None:
+    """Setting `download_dir` of vLLM. The default cache of the hub may have other files."""
+    snapshot = tmp_path / "models--org--name" / "snapshots" / ("c" * 40)
+    (tmp_path / "models--org--name" / "refs").mkdir(parents=True)
+    (tmp_path / "models--org--name" / "refs" / "main").write_text(snapshot.name)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    model = SimpleNamespace(model="org/name", revision=None)
+    config = SimpleNamespace(
+        model_config=model, speculative_config=None, load_config=SimpleNamespace(download_dir=str(tmp_path))
+    )
+    found = set()
+    for content in (b"1", b"2"):
+        (snapshot / "model.safetensors").write_bytes(content)
+        found.add(namespace.identify_model(config)())
+    assert len(found) == 2
+
+
 def test_each_part_of_a_model_counts(tmp_path: Path) -> None:
     """Weights can be in another place than the configuration, and a draft model has its own."""
     parts = {}

@@ -217,6 +217,29 @@ def test_a_worker_enters_the_namespace_of_its_scheduler(make: Make, tmp_path: Pa
     assert worker._has_model(60.0)
 
 
+def test_a_worker_that_could_not_enter_the_namespace_tries_again(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its next step, and only until it has succeeded."""
+    (tmp_path / "config.json").write_text("{}")
+    worker, namespace = make(WORKER), namespace_of(make)
+    attempts: list[Namespace] = []
+
+    def connect(_endpoint: Any, *, namespace: Namespace, **_: Any) -> Server:
+        attempts.append(namespace)
+        if len(attempts) == 1:
+            raise RuntimeError("can't start new thread")
+        return Server(namespace)
+
+    monkeypatch.setattr(connector, "Client", connect)
+    adopt(worker, namespace)
+    assert worker._worker._clients == ()
+    for _ in range(2):
+        worker.start_load_kv(None)
+    assert [client.namespace for client in worker._worker._clients] == [namespace]
+    assert len(attempts) == 2
+
+
 def test_a_worker_with_other_files_transfers_nothing(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

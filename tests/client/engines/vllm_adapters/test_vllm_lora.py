@@ -187,6 +187,18 @@ def test_only_the_first_request_with_an_adapter_that_is_loaded_in_place_loads_it
     assert loaded[-1] != adapters._fingerprints[str(tmp_path / "a")][1], "workers have the content of the first request"
 
 
+def test_a_later_request_does_not_load_another_adapter_in_place(tmp_path: Path) -> None:
+    """Workers keep what the first request with the id has loaded, until a reset."""
+    for name in "ab":
+        write(tmp_path / name, name)
+    adapters = LoraAdapters(RateLimitedLog())
+    first, second = (adapter(name, tmp_path / name, load_inplace=True) for name in "ab")
+    assert adapters.tag_of(first) is not None
+    assert adapters.tag_of(second) is None
+    adapters.reset()
+    assert adapters.tag_of(second) is not None
+
+
 def test_an_adapter_is_loaded_once_unless_it_says_otherwise(tmp_path: Path) -> None:
     """`loads` says whether the content of an id changes, so that its requests go stale."""
     write(tmp_path / "a", "1")

@@ -17,6 +17,7 @@ from harness.polling import wait_until
 
 from kvtier.client import make_key
 from kvtier.client.engines.identity import namespace_digest
+from kvtier.client.engines.vllm import namespace
 
 
 @pytest.fixture
@@ -69,6 +70,25 @@ def test_engines_that_compute_or_lay_out_kv_differently_share_nothing(
 ) -> None:
     """One different setting suffices."""
     assert digest_of(**changes) != digest_of()
+
+
+def test_engines_that_differ_outside_of_their_configuration_share_nothing(
+    digest_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Environment, processor and version of vLLM decide about kernels and formats."""
+    digests = {digest_of()}
+    with monkeypatch.context() as changed:
+        changed.setenv("VLLM_PORT", "5000")
+        assert digest_of() in digests, "an address"
+        changed.setenv("VLLM_NEW_KERNELS", "1")
+        digests.add(digest_of())
+    with monkeypatch.context() as changed:
+        changed.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "other")
+        digests.add(digest_of())
+    with monkeypatch.context() as changed:
+        changed.setattr(namespace, "vllm_version", "0.32.9")
+        digests.add(digest_of())
+    assert len(digests) == 4
 
 
 def test_groups_of_another_form_share_nothing(digest_of: Callable[..., str]) -> None:

@@ -241,6 +241,16 @@ def test_a_dropped_lookup_releases_its_lease(monkeypatch: pytest.MonkeyPatch) ->
         wait_until(lambda: client.released == [1])
 
 
+def test_the_server_answers_before_the_engine_gives_up() -> None:
+    """It waits for promotions from lower tiers for less than the timeout of a lookup."""
+    client = FakeClient()
+    with _lookups(client, CacheGeometry((FULL,), 4, 4), timeout_s=60.0) as service:
+        lookup = start_lookup(service, RequestRegistration("r"), _hashes(1), 4)
+        assert lookup is not None
+        wait_until(lambda: lookup.state is LookupState.DONE)
+    assert 0 < client.waits[0] <= 0.8 * 60.0
+
+
 def test_a_lookup_that_only_queued_says_nothing_of_the_server() -> None:
     """After a restart many requests wait for a disk: queued lookups end as misses."""
     gate = threading.Event()

@@ -10,6 +10,7 @@ from harness.polling import wait_until
 
 from kvtier.client import Medium, TierFilter, make_key
 from kvtier.client.engines.vllm.request_settings import RequestSettings
+from kvtier.client.engines.vllm.scheduler.requests import plain_params
 
 KEYS = [make_key(bytes([number]) * 32, 0) for number in range(6)]
 TABLE = [[1, 2, 3, 4, 5, 6]]
@@ -158,3 +159,11 @@ def test_a_priority_that_no_server_takes_is_the_nearest_one() -> None:
     client = FakeClient()
     _run(client, {}, priority=-(10**30))
     assert client.options[0] == {"priority": (1 << 31) - 1}
+
+
+def test_parameters_for_other_connectors_that_are_too_long_do_not_reach_the_server() -> None:
+    """Users choose them. The server would refuse the request, so that it would not be cached."""
+    assert plain_params({"flag": True, "blocks": "x" * 2000}) == {"flag": True}
+    assert plain_params({str(number): "x" * 1000 for number in range(17)}) is None
+    for unknown in ({"n": float("nan")}, {"o": object()}, None):
+        assert plain_params(unknown) is None

@@ -97,6 +97,37 @@ def test_a_store_says_what_is_stored(room: TierParts, status: StoreStatus, done:
     assert [int(slot[0]) for slot in room.client.memory[:4]] == [1, 7, 1, 1]
 
 
+@pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
+def test_a_large_job_is_made_in_calls_that_the_server_takes(room: TierParts, leases: list[int] | None) -> None:
+    """The server refuses a call with more keys than it has said."""
+    room.client.max_keys, calls = 3, []
+    batch_of = room.client._batch
+    room.client._batch = lambda items: calls.append(len(items)) or batch_of(items)  # type: ignore[method-assign, func-returns-value]
+    room.transfers.submit(room.job(1, room.lookups.begin("r", None), leases))
+    assert room.finished() == {1: set(KEYS)}
+    assert calls == [3, 1]
+
+
+def test_a_lookup_ends_at_the_first_call_without_all_of_its_hits(room: TierParts) -> None:
+    """Later chunks of a prefix would be pinned, although the engine cannot use them."""
+    room.client.max_keys, room.client.keys = 2, {KEYS[0], KEYS[2], KEYS[3]}
+    request = room.lookups.begin("r", None)
+    for number, key in enumerate(KEYS):
+        assert room.lookups.answer(request, key, 16 * (number + 1)) is Answer.UNKNOWN
+    room.lookups.send(request)
+    wait_until(lambda: room.lookups.answer(request, KEYS[0], 16) is not Answer.UNKNOWN)
+    assert room.client.asked == [2]
+    assert [key for key, pin in request.known.items() if pin is not None] == [KEYS[0]]
+
+
+def test_a_job_with_a_row_that_does_not_exist_is_not_begun(room: TierParts) -> None:
+    """No other row of the job is copied."""
+    job = dataclasses.replace(room.job(1, room.lookups.begin("r", None)), rows=[0, 1, 2, 9])
+    with pytest.raises(ValueError, match="row 9 is outside"):
+        room.transfers.submit(job)
+    assert room.transfers.take_finished() == []
+
+
 def test_the_end_of_a_request_reaches_the_server_after_its_last_store(room: TierParts) -> None:
     """B3.12 It is sent once, when no call about the request is in flight."""
     stored = threading.Event()
@@ -289,6 +320,13 @@ def test_namespaces_differ_by_all_that_changes_a_row() -> None:
     replica = dataclasses.replace(config.parallel, rank=3, data_parallel_index=1, data_parallel_size=2)
     again = dataclasses.replace(config, engine_id="another", extra_config={"x": 1}, parallel=replica)
     assert namespace_digest(build_tier_namespace(again, engine, ROW)) == namespace_digest(spaces[0])
+
+
+def test_a_namespace_has_a_group_for_each_number_in_keys() -> None:
+    """VLLM may leave out numbers of groups, and a key ends with the number of its group."""
+    config = make_config({}, groups=3)
+    sparse = dataclasses.replace(config, groups=(config.groups[0], config.groups[2]))
+    assert len(build_tier_namespace(sparse, _engine(), ROW).groups) == 3
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 from connector_fakes import FULL, PAGE, FakeTransfers, close_when_idle, make_caches
 from harness.polling import wait_until
 
-from kvtier.client import NotConnected
+from kvtier.client import NotConnected, StoreStatus
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.peers import OWN, Peers
 from kvtier.client.engines.vllm.worker import worker as worker_module
@@ -249,3 +250,26 @@ def test_a_save_to_the_old_namespace_that_fails_pauses_no_save_to_the_new_one() 
     assert wait_until(reports.take_report) == WorkerReport({2: 1})
     assert new.written == [[b"k0", b"k1"]]
     close_when_idle(worker)
+
+
+def test_a_large_save_is_made_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch holds slots of the server until it is copied. A block may be larger than a batch."""
+    for batch_bytes, batches in ((4 * PAGE, [2, 1]), (1, [1, 1, 1])):
+        monkeypatch.setattr(worker_module, "_BATCH_BYTES", batch_bytes)
+        client: Any = FakeTransfers()
+        client.write = functools.partial(_write_present, client)
+        reports = WorkerReports()
+        worker = WorkerSide(lambda *_, client=client: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[misc]
+        worker.register(make_caches(8))
+        worker.start_saves(StepMetadata([], [SaveJob(1, "r", [b"0", b"1", b"2"], [0] * 3, [4, 5, 6])], "ns"))
+        close_when_idle(worker)
+        assert [len(keys) for keys in client.written] == batches
+        assert reports.take_report() == WorkerReport({1: 1})
+
+
+@contextlib.contextmanager
+def _write_present(client: FakeTransfers, keys: list[bytes], **_: Any) -> Iterator[Any]:
+    client.written.append(keys)
+    yield SimpleNamespace(
+        memory=client.memory, wanted=[], offsets=[], statuses=bytes([StoreStatus.PRESENT] * len(keys))
+    )
