@@ -106,7 +106,10 @@ def _same(scores: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _cache(model: Any, server: FakeServer, **options: Any) -> KVTierCache:
-    return KVTierCache(model, connect=server.client, block_tokens=BLOCK, **options)
+    """A cache whose digest of the weights is known."""
+    cache = KVTierCache(model, connect=server.client, block_tokens=BLOCK, **options)
+    cache.wait_until_identified(60)
+    return cache
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,10 @@ def cache(model: Any, server: FakeServer) -> Iterator[KVTierCache]:
 
 
 def _cache(model: Any, server: FakeServer, **options: Any) -> KVTierCache:
-    return KVTierCache(model, connect=server.client, block_tokens=BLOCK, **options)
+    """A cache whose digest of the weights is known."""
+    cache = KVTierCache(model, connect=server.client, block_tokens=BLOCK, **options)
+    cache.wait_until_identified(60)
+    return cache
 
 
 def _plain(model: Any, prompt: torch.Tensor = PROMPT, tokens: int = 6) -> Any:
