@@ -107,7 +107,7 @@ class WeightsDigest:
 def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with the same memory, of no subclass, that keeps it if `tensor` gets another."""
     plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return plain.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    return plain.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _checked_chunks(
@@ -233,8 +233,8 @@ def _precisions() -> list[str]:
         precisions = [torch.get_float32_matmul_precision()]
     except RuntimeError:  # the program has used the newer one
         precisions = []
-    backends = (torch.backends, torch.backends.cuda.matmul, torch.backends.cudnn.conv)
-    backends += (torch.backends.mkldnn, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)
+    cuda, cpu = torch.backends.cuda, torch.backends.mkldnn
+    backends = (torch.backends, cuda.matmul, torch.backends.cudnn.conv, cpu, cpu.matmul, cpu.conv)
     return precisions + [str(getattr(backend, "fp32_precision", "")) for backend in backends]
 
 

@@ -49,6 +49,7 @@ _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, re.Pattern, PurePath),
     *(types.BuiltinFunctionType, type, torch.dtype, torch.device, torch.Size, torch.layout),
 )
+_LIBRARIES = ("torch.", "transformers.")
 _IGNORED = (logging.Logger, torch.utils.hooks.RemovableHandle)
 _SKIPPED = frozenset(
     {
@@ -111,6 +112,7 @@ class Snapshot:
         self._seen: dict[int, tuple[str, Any]] = {}
         self._tables: list[Any] = []
         self._lists: list[Any] = []
+        self._functions: list[types.FunctionType] = []
         self._modules: list[torch.nn.Module] = []
         self._visit("model", {"model": model}, "model")
         for name in _HOOKS:
@@ -118,7 +120,8 @@ class Snapshot:
         self._visit_code()
         self._seen = {}
         self._tensors = [value for value in self.values.values() if isinstance(value, TensorState)]
-        self._identities = self._identify()
+        self._alive: list[Any] = []
+        self._identities = self._identify(self._alive)
         self._samples = read_samples([state.tensor() for state in self._tensors], self._tensors)
 
     def is_current(self) -> bool:
@@ -148,18 +151,21 @@ class Snapshot:
 
     def forget_containers(self) -> None:
         """Releases the memory of modules that have left the model. `is_current` must not follow."""
-        self._tables, self._lists, self._modules = [], [], []
+        self._tables, self._lists, self._modules, self._functions, self._alive = [], [], [], [], []
         for state in self._tensors:
             state.container = None
 
-    def _identify(self) -> tuple[list[int], ...]:
+    def _identify(self, alive: list[Any] | None = None) -> tuple[list[int], ...]:
         """Returns the identities of all members of all containers.
 
-        The snapshot keeps these members alive, so that no other object gets their identity. It does
-        not keep tensors alive, but their storages are compared, too.
+        The snapshot keeps these members in `alive`, so that no other object gets their identity. It
+        does not keep tensors, but their storages are compared, too.
         """
-        members = chain.from_iterable(map(methodcaller("values"), self._tables))
-        names = chain.from_iterable(chain(self._tables, self._lists))
+        values = chain.from_iterable(_references(function).values() for function in self._functions)
+        members = [*chain.from_iterable(map(methodcaller("values"), self._tables)), *values]
+        names = [*chain.from_iterable(chain(self._tables, self._lists))]
+        if alive is not None:
+            alive += [each for each in chain(members, names) if not isinstance(each, torch.Tensor)]
         sizes = map(len, chain(self._tables, self._lists))
         return [*map(id, members)], [*map(id, names)], [*sizes], [*map(id, map(type, self._modules))]
 
@@ -190,9 +196,10 @@ class Snapshot:
             self._visit_members(path, {"function": value.__func__, "object": value.__self__})
         else:
             self.values[path] = value
-            cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
-            self._visit_members(path, {name: cell.cell_contents for name, cell in enumerate(cells)})
             self._visit_members(path, {"defaults": value.__defaults__, "keywords": value.__kwdefaults__})
+            if not value.__module__.startswith(_LIBRARIES):
+                self._functions.append(value)
+                self._visit_members(path, _references(value))
 
     def _visit_object(self, path: str, value: Any) -> None:
         kind = type(value)
@@ -200,7 +207,7 @@ class Snapshot:
         if isinstance(value, PretrainedConfig):
             self.configurations[path] = value
         is_container = isinstance(value, dict | list | tuple | set | frozenset | deque)
-        if is_container and len(value) > _MOST_MEMBERS or not (is_container or _is_transparent(value)):
+        if (is_container and len(value) > _MOST_MEMBERS) or not (is_container or _is_transparent(value)):
             self.obstacles[f"{path} is a {kind.__qualname__}, whose content kvtier cannot compare"] = None
         elif isinstance(value, dict):
             self._visit_table(path, value)
@@ -236,6 +243,8 @@ class Snapshot:
                 self._visit_hooks(path, value)
             elif name in _MEMBERS:
                 self._visit_table(path, value)
+            elif name == "_compiled_call_impl":  # of `model.compile()`; it calls the methods of the module
+                self.values[f"{path}.{name}"] = value
             elif name not in _SKIPPED and not (moves and name in {"forward", "_old_forward", "_hf_hook"}):
                 self._visit(f"{path}.{name}", attributes, name)
 
@@ -287,13 +296,23 @@ class Snapshot:
             }
 
 
+def _references(function: types.FunctionType) -> dict[str, Any]:
+    """Returns the variables of outer functions that a function uses, and global ones that can change."""
+    code, empty = function.__code__, types.CellType()
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    references = {f"outer {name}": cell.cell_contents for name, cell in cells if cell != empty}
+    for name in code.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, bool | int | float | str | dict | list | set | torch.Tensor | types.FunctionType):
+            references[f"global {name}"] = value
+    return references
+
+
 def _is_transparent(value: Any) -> bool:
     """Whether the content of an object is that of its `__dict__`, as far as one can know."""
     kind = type(value)
     slots = chain.from_iterable(
-        (base.__slots__,) if isinstance(base.__slots__, str) else base.__slots__
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
+        (slots,) if isinstance(slots := vars(base).get("__slots__", ()), str) else slots for base in kind.__mro__
     )
     return (
         hasattr(value, "__dict__")
