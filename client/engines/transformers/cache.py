@@ -144,8 +144,7 @@ class KVTierCache:
         self._session: _Session | None = None
         self._sessions: dict[_Moment, _Session] = {}
         self._moment: _Moment | None = None
-        self._origins: weakref.WeakKeyDictionary[DynamicCache, tuple[_Moment, int | None] | None]
-        self._origins = weakref.WeakKeyDictionary()
+        self._origins: weakref.WeakKeyDictionary[DynamicCache, Any] = weakref.WeakKeyDictionary()
         self._regimes: tuple[int, LengthRegimes] | None = None
         self.last_hit = Hit()
         """Result of the latest `restore` or `generate`."""
@@ -186,9 +185,8 @@ class KVTierCache:
         """
         tokens = _sequence(input_ids)
         self.last_hit = Hit()
-        session = self._current()
-        cache = DynamicCache()
-        regime = session.regimes.of(len(tokens)) if session is not None else None
+        session, cache = self._current(), DynamicCache()
+        regime = self._known_regimes(session).of(len(tokens))
         self._origins[cache] = (self._moment, regime) if self._moment is not None else None
         if session is None:
             return cache, self.last_hit
@@ -217,8 +215,7 @@ class KVTierCache:
         if session is None:
             return 0
         try:
-            length = cache.get_seq_length()
-            tokens = tokens[:length]
+            tokens = tokens[: (length := cache.get_seq_length())]
             regime = session.regimes.of(len(tokens))
             unknown = (before, 0) if session.regimes.is_one else None
             origin = self._origins.get(cache, unknown)
@@ -282,9 +279,15 @@ class KVTierCache:
     def keys(self, input_ids: Any) -> list[bytes]:
         """Returns the keys of the full blocks of a sequence, in the namespace of `client`."""
         tokens = _sequence(input_ids)
-        regimes = self._session.regimes if self._session is not None else LengthRegimes(())
-        regime = regimes.of(len(tokens))
+        regimes = self._known_regimes(self._session)
+        regime = regimes.of(len(tokens)) if self._session is not None else None
         return [] if regime is None else self._keys(regimes, tokens, regime)
+
+    def _known_regimes(self, session: _Session | None) -> LengthRegimes:
+        if session is not None:
+            return session.regimes
+        is_known = self._regimes is not None and self._regimes[0] == self._tracker.structure
+        return self._regimes[1] if self._regimes and is_known else LengthRegimes(())
 
     def _keys(self, regimes: LengthRegimes, tokens: Sequence[int], regime: int) -> list[bytes]:
         hashes = block_hashes(tokens, self.block_tokens, extra=self._extra + regimes.tag(regime))
@@ -349,7 +352,6 @@ class KVTierCache:
         return reasons[0] if reasons else ""
 
     def _probe(self) -> tuple[CacheLayout, LengthRegimes]:
-        """Runs the model on one token, and after a change of settings on short prompts."""
         layout = CacheLayout.probe(self._model, self._block_tokens)
         if self._obstacle():
             return layout, LengthRegimes(())
@@ -404,10 +406,8 @@ class KVTierCache:
             def compute() -> dict[str, str]:
                 raise unsupported
 
-        return InBackground(compute, lambda error: None if is_stopped() else self._warn_unidentified(error))
-
-    def _warn_unidentified(self, error: Exception) -> None:
-        _log.warning("kvtier: this process shares no blocks, because its model has no identity: %s", error)
+        message = "kvtier: this process shares no blocks, because its model has no identity: %s"
+        return InBackground(compute, lambda error: None if is_stopped() else _log.warning(message, error))
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

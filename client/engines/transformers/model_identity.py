@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import types
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Iterator
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,7 @@ class WeightsDigest:
 
     def __init__(self, snapshot: Snapshot, own_paths: Container[str] = ()) -> None:
         self._tensors = [
-            (path, _plain_tensor(state.tensor()), state, b"".join(read_samples([state.tensor()], [state])))
+            _Tensor(path, _plain_tensor(state.tensor()), state, b"".join(read_samples([state.tensor()], [state])))
             for path, state in sorted(snapshot.values.items())
             if isinstance(state, TensorState) and path not in own_paths
         ]
@@ -92,15 +92,16 @@ class WeightsDigest:
         digest = xxhash.xxh3_128()
         tensors, self._tensors = self._tensors, []
         while tensors:
-            path, tensor, state, samples = tensors.pop(0)
-            digest.update(f"{path}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+            each = tensors.pop(0)
+            tensor = each.tensor
+            digest.update(f"{each.path}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
             if tensor.is_contiguous():
-                for chunk in _checked_chunks(path, tensor, state, samples, is_stopped):
-                    digest.update(chunk)
+                for chunk in each.checked_chunks(is_stopped):
+                    digest.update(chunk.data)
             else:
-                memory = np.concatenate([*_checked_chunks(path, tensor, state, samples, is_stopped)])
+                memory = np.concatenate([*each.checked_chunks(is_stopped)])
                 copy = torch.from_numpy(memory).view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), 0)
-                digest.update(copy.contiguous().reshape(-1).view(torch.uint8).numpy())
+                digest.update(copy.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 
@@ -110,27 +111,34 @@ def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return plain.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _checked_chunks(
-    path: str, tensor: torch.Tensor, state: TensorState, samples: bytes, is_stopped: Callable[[], bool]
-) -> Any:
-    """Yields copies of the memory of a tensor, after a comparison of the samples in them.
+class _Tensor:
+    def __init__(self, path: str, tensor: torch.Tensor, state: TensorState, samples: bytes) -> None:
+        self.path, self.tensor, self._places, self._samples = path, tensor, state.samples, samples
+        self._memory = self._place()
 
-    The copies are NumPy's: torch would start threads, which a fork loses.
-    """
-    size, storage, (count, step) = tensor.element_size(), tensor.untyped_storage(), state.samples
-    extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = tensor.as_strided((extent if tensor.numel() else 0,), (1,), tensor.storage_offset()).view(torch.uint8)
-    place = storage.data_ptr(), storage.nbytes()
-    for start in range(0, max(1, len(memory)), _CHUNK_BYTES):
-        if is_stopped() or (storage.data_ptr(), storage.nbytes()) != place:
-            raise ChangedWeights(f"{path} has other memory")
-        chunk = np.array(memory[start : start + _CHUNK_BYTES].cpu().numpy())
-        elements = chunk.reshape(-1, size)
-        first = -(-start // (size * step))  # number of the first sample in this chunk
-        found = elements[first * step - start // size :: step][: max(0, count - first)].tobytes()
-        if found != samples[first * size : first * size + len(found)]:
-            raise ChangedWeights(f"{path} has changed")
-        yield chunk
+    def checked_chunks(self, is_stopped: Callable[[], bool]) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
+        """Yields copies of the memory of a tensor, after a comparison of the samples in them.
+
+        The copies are NumPy's: torch would start threads, which a fork loses.
+        """
+        tensor, size, (count, step) = self.tensor, self.tensor.element_size(), self._places
+        length = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        length = size * length if tensor.numel() else 0
+        for start in range(0, length, _CHUNK_BYTES):
+            if is_stopped() or self._place() != self._memory:
+                raise ChangedWeights(f"{self.path} has other memory")
+            stop = min(start + _CHUNK_BYTES, length)
+            part = tensor.as_strided(((stop - start) // size,), (1,), tensor.storage_offset() + start // size)
+            chunk = np.array(part.view(torch.uint8).cpu().numpy())
+            first = -(-start // (size * step))  # number of the first sample in this chunk
+            found = chunk.reshape(-1, size)[first * step - start // size :: step][: max(0, count - first)].tobytes()
+            if found != self._samples[first * size : first * size + len(found)]:
+                raise ChangedWeights(f"{self.path} has changed")
+            yield chunk
+
+    def _place(self) -> tuple[int, int]:
+        storage = self.tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
 
 
 def state_digest(snapshot: Snapshot, own_paths: Container[str] = ()) -> str:
