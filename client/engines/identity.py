@@ -60,7 +60,7 @@ class InBackground(ForkGuarded, Generic[T]):
 
     @property
     def has_failed(self) -> bool:
-        """Whether `compute` has failed, or cannot end, because only the parent process has its thread."""
+        """Whether `compute` has failed, or only the parent of this process has its thread."""
         return self._value is None and (self._is_forked or self._done.is_set())
 
     def wait(self, seconds: float) -> T | None:

@@ -127,8 +127,8 @@ class KVTierCache:
         model's configuration and state, and the versions of torch and transformers are equal. If
         `name` or `revision` is None, a digest of all weights counts, too. `extra`: bytes that
         identify anything else that changes the KV. `wait`: seconds to wait for the server when a
-        session begins, and for blocks of a lower tier in each lookup. `observers`: forward hooks that change
-        nothing. `connect`: function that creates the client instead of `endpoint`, for example the
+        session begins, and for blocks of a lower tier in each lookup. `observers`: forward hooks
+        that change nothing. `connect`: creates the client instead of `endpoint`, for example the
         method `client` of `kvtier.client.testing.FakeServer`.
 
         Raises `UnsupportedModelError` for a model whose cache is not full attention throughout.
@@ -149,7 +149,7 @@ class KVTierCache:
         self.last_hit = Hit()
         """Result of the latest `restore` or `generate`."""
         self.bypassed: Counter[str] = Counter()
-        """Number of calls of `restore` and `generate` that did not ask the server, by the reason."""
+        """Number of calls of `restore` and `generate` that did not ask the server, by reason."""
         self._tracker = StateTracker(model, observers)
         self._probe()
         is_trusted = name is not None and revision is not None
@@ -167,7 +167,7 @@ class KVTierCache:
         return self._block_tokens
 
     def wait_until_identified(self, seconds: float) -> bool:
-        """Waits until the digest of the weights is known. Returns whether calls use the server now."""
+        """Waits until the digest of the weights is known. Returns whether calls use the server."""
         self._attributes.wait(seconds)
         return self._current(count=False) is not None
 
@@ -365,8 +365,7 @@ class KVTierCache:
 
         A moment with a version of its own needs no digest, because no other process has it.
         """
-        attributes = {} if moment.version else self._attributes.value
-        if attributes is None:
+        if (attributes := {} if moment.version else self._attributes.value) is None:
             return None
         layout, regimes = self._probe()
         namespace = Namespace(
@@ -382,7 +381,8 @@ class KVTierCache:
         )
         client = self._connect(with_weights_version(namespace, moment.version))
         session = _Session(moment, layout, regimes, client)
-        if all(other.client.connected for other in self._sessions.values()):  # else the server is absent
+        # If the client of another session is not connected, the server is absent.
+        if all(other.client.connected for other in self._sessions.values()):
             with contextlib.suppress(KVTierError):  # the client has logged the error, and retries
                 client.wait_until_connected(self._wait)
         self._sessions[moment] = session

@@ -63,7 +63,7 @@ def model_attributes(
 
 
 def _table(configuration: Any) -> dict[str, Any]:
-    """Returns all attributes of a configuration. Its `to_dict` lacks the attention implementation."""
+    """Returns all attributes of a configuration. `to_dict` lacks the attention implementation."""
     return {
         name: _table(value) if isinstance(value, transformers.PretrainedConfig) else value
         for name, value in vars(configuration).items()
@@ -106,7 +106,7 @@ class WeightsDigest:
 
 
 def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with the same memory, of no subclass, that keeps it if `tensor` gets another."""
+    """Returns a tensor with the same memory. It keeps this memory if `tensor` gets another."""
     plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return plain.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -142,7 +142,7 @@ class _Tensor:
 
 
 def state_digest(snapshot: Snapshot, own_paths: Container[str] = ()) -> str:
-    """Returns a hex digest of modules, their attributes, classes and functions, without the weights.
+    """Returns a hex digest of modules, their attributes, classes and functions, without weights.
 
     Configurations are not in it, because they are settings.
     """
@@ -236,7 +236,7 @@ def run_settings(device: torch.device) -> str:
 
 
 def _precisions() -> list[str]:
-    """Returns the precision of products of float32. torch has an older and a newer function for it."""
+    """Returns the precision of products of float32, for which torch has two kinds of settings."""
     try:
         precisions = [torch.get_float32_matmul_precision()]
     except RuntimeError:  # the program has used the newer one

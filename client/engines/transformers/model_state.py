@@ -189,7 +189,7 @@ class Snapshot:
                 self._visit_object(path, value)
 
     def _visit_function(self, path: str, value: Any) -> None:
-        """A function that an attribute has. What it refers to may change, so that is compared, too."""
+        """Visits a function that an attribute has, and the values that it refers to."""
         if isinstance(value, functools.partial):
             self._visit_members(path, {"function": value.func, "arguments": value.args, "keywords": value.keywords})
         elif isinstance(value, types.MethodType):
@@ -243,7 +243,7 @@ class Snapshot:
                 self._visit_hooks(path, value)
             elif name in _MEMBERS:
                 self._visit_table(path, value)
-            elif name == "_compiled_call_impl":  # of `model.compile()`; it calls the methods of the module
+            elif name == "_compiled_call_impl":  # of `model.compile()`
                 self.values[f"{path}.{name}"] = value
             elif name not in _SKIPPED and not (moves and name in {"forward", "_old_forward", "_hf_hook"}):
                 self._visit(f"{path}.{name}", attributes, name)
@@ -297,7 +297,7 @@ class Snapshot:
 
 
 def _references(function: types.FunctionType) -> dict[str, Any]:
-    """Returns the variables of outer functions that a function uses, and global ones that can change."""
+    """Returns variables of outer functions that a function uses, and global ones with values."""
     code, empty = function.__code__, types.CellType()
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     references = {f"outer {name}": cell.cell_contents for name, cell in cells if cell != empty}

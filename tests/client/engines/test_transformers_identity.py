@@ -129,6 +129,7 @@ def test_a_closed_cache_stays_closed(gate: threading.Event) -> None:
     cache.close()
     gate.set()
     assert not cache.wait_until_identified(60)
+    assert cache._attributes.value is None  # the thread has ended early
     assert _hit(cache) == 0
     assert cache.client is None
 
@@ -166,7 +167,7 @@ def test_weights_that_change_during_the_digest_get_no_shared_identity(
 def test_weights_that_change_during_the_digest_and_return(
     gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a trainer swaps in averaged weights for a while. No comparison sees them, but the digest does."""
+    """As a trainer swaps in averaged weights for a while. Only the digest sees them."""
     server, model = FakeServer(), _llama()
     with _cache(model, server) as cache:
         _uncounted(model)
@@ -332,6 +333,25 @@ def test_the_namespace_has_the_scheme_of_all_adapters() -> None:
 def test_a_setting_counts_unless_it_is_neutral(settings: dict[str, Any], *, counts: bool) -> None:
     """Also a setting that kvtier does not know."""
     assert (_attributes(_llama())["settings"] != _attributes(_llama(**settings))["settings"]) is counts
+
+
+def test_all_settings_of_an_inner_configuration_count() -> None:
+    """Also the attention implementation, which its `to_dict` lacks."""
+    found = set()
+    for implementation in ("eager", "sdpa"):
+        model = _llama()
+        model.config.text_config = LlamaConfig(attn_implementation=implementation)
+        found.add(_attributes(model)["settings"])
+    assert len(found) == 2
+
+
+def test_tensors_that_the_model_changes_itself_do_not_count() -> None:
+    model = _llama()
+    path = "model.model.rotary_emb.inv_freq"
+    before = WeightsDigest(Snapshot(model), {path}).compute()
+    model.model.rotary_emb.inv_freq.mul_(2.0)
+    assert WeightsDigest(Snapshot(model), {path}).compute() == before
+    assert WeightsDigest(Snapshot(model)).compute() != before
 
 
 def test_files_that_settings_name_count(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from kvtier.client.engines.transformers import KVTierCache
@@ -621,6 +623,49 @@ def test_hooks_that_only_observe_can_be_named(model: Any, server: FakeServer) ->
             _kept(cache)
             assert cache.last_hit.tokens == hit
     assert seen
+
+
+def test_hooks_beside_the_named_ones_stop_the_cache(model: Any, server: FakeServer) -> None:
+    def observe(*_: Any) -> None: ...
+
+    model.register_forward_hook(observe)
+    model.model.layers[0].mlp.register_forward_hook(lambda *arguments: arguments[2] * 0.5)
+    with _cache(model, server, observers=[observe]) as cache:
+        for _ in range(2):
+            assert _same(_kept(cache), _plain(model))
+            assert cache.last_hit.tokens == 0
+
+
+def test_a_replaced_attention_function_is_noticed(
+    model: Any, cache: KVTierCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def patched(*arguments: Any, **options: Any) -> Any:
+        output, weights = original(*arguments, **options)
+        return output * 0.5, weights
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", patched)
+    assert _same(_kept(cache), _plain(model))
+    assert cache.last_hit.tokens == 0
+
+
+def test_a_cache_of_a_batch_is_not_stored(model: Any, server: FakeServer) -> None:
+    computed = DynamicCache()
+    with _cache(model, server) as cache, torch.inference_mode():
+        model(input_ids=PROMPT.repeat(2, 1), **{CACHE_ARGUMENT: computed})
+        assert cache.save(PROMPT, computed) == 0
+        assert cache.restore(PROMPT)[1].tokens == 0
+
+
+def test_a_dispatch_mode_of_torch_stops_the_cache(cache: KVTierCache) -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+            return function(*arguments, **(options or {}))
+
+    with Mode():
+        assert cache.restore(PROMPT)[1].tokens == 0
+    assert cache.restore(PROMPT)[1].tokens == 32
 
 
 def test_a_mode_of_torch_stops_the_cache(model: Any, cache: KVTierCache) -> None:
