@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from .. import Namespace
+from ..session.fork_guard import ForkGuarded
 from .failures import Unsupported
 from .file_digests import content_files, digest_of_file, fingerprint_of, process_started_at
 
@@ -40,7 +41,7 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
 
-class InBackground(Generic[T]):
+class InBackground(ForkGuarded, Generic[T]):
     """Value that a daemon thread computes, because an engine does not wait for a digest.
 
     `failed`: called on this thread with the exception, if `compute` raises one.
@@ -57,8 +58,14 @@ class InBackground(Generic[T]):
         """The value; None if it is not known yet, or `compute` has failed."""
         return self._value
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether `compute` has failed, or only the parent of this process has its thread."""
+        return self._value is None and (self._is_forked or self._done.is_set())
+
     def wait(self, seconds: float) -> T | None:
-        self._done.wait(seconds)
+        if not self._is_forked:
+            self._done.wait(seconds)
         return self._value
 
     def _run(self) -> None:
@@ -67,6 +74,7 @@ class InBackground(Generic[T]):
         except Exception as error:  # noqa: BLE001 - the engine must run without a cache
             self._failed(error)
         finally:
+            del self._compute  # it can refer to much memory
             self._done.set()
 
 

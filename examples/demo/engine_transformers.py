@@ -81,6 +81,7 @@ def main() -> None:
     prompt = torch.tensor([job["prompt"]])
     options = {"block_tokens": job["block_tokens"], "wait": job["wait_seconds"]}
     with KVTierCache(model, job["endpoint"], observers=(counter.before, counter.after), **options) as kv:
+        kv.wait_until_identified(60)
         say(f"runs a prompt of {prompt.shape[1]:,} tokens")
         counter.start()
         first = FirstToken()

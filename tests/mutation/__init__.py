@@ -34,6 +34,7 @@ _RELATED: Mapping[str, tuple[str, ...]] = {
     "client/engines/sglang/": ("tests/client/engines/sglang_adapter",),
     "client/engines/transformers/": (
         "tests/client/engines/test_transformers.py",
+        "tests/client/engines/test_transformers_identity.py",
         "tests/client/engines/test_transformers_lengths.py",
         "tests/client/engines/test_transformers_parts.py",
         "tests/client/engines/test_transformers_purity.py",

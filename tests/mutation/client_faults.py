@@ -358,8 +358,8 @@ CLIENT_FAULTS = (
     Fault(
         "buffers are not in the digest of the weights",
         _TRANSFORMERS + "model_identity.py",
-        "if isinstance(state, TensorState) and path not in own_paths:",
-        "if isinstance(state, TensorState) and path.endswith('weight'):",
+        "if isinstance(state, TensorState) and path not in own_paths\n        ]",
+        "if isinstance(state, TensorState) and path.endswith('weight')\n        ]",
     ),
     Fault(
         "a missing block does not end the hit",
@@ -388,7 +388,7 @@ CLIENT_FAULTS = (
     Fault(
         "no element of a tensor is read",
         _TRANSFORMERS + "model_state.py",
-        "return same and _read_samples(tensors, self._tensors) == self._samples",
+        "return same and read_samples(tensors, self._tensors) == self._samples",
         "return same",
     ),
     Fault(
@@ -406,7 +406,31 @@ CLIENT_FAULTS = (
     Fault(
         "an answer that crosses a limit is stored",
         _TRANSFORMERS + "cache.py",
-        "!= (session.moment, regime):",
-        "[:1] != (session.moment,):",
+        "origin != (session.moment, regime):",
+        "origin[:1] != (session.moment,):",
+    ),
+    Fault(
+        "weights that change during their digest count",
+        _TRANSFORMERS + "model_identity.py",
+        "if found != self._samples[first * size : first * size + len(found)]:",
+        "if False:",
+    ),
+    Fault(
+        "an object at the address of an earlier one counts as the same",
+        _TRANSFORMERS + "model_state.py",
+        "self._identify(self._alive)",
+        "self._identify()",
+    ),
+    Fault(
+        "a changed model keeps its namespace",
+        _TRANSFORMERS + "cache.py",
+        "self._connect(with_weights_version(namespace, moment.version))",
+        "self._connect(namespace)",
+    ),
+    Fault(
+        "a cache of a longer sequence is stored",
+        _TRANSFORMERS + "cache.py",
+        "session.regimes.of(length) != regime or origin",
+        "origin",
     ),
 )

@@ -3,6 +3,7 @@
     from kvtier.client.engines.transformers import KVTierCache
 
     with KVTierCache(model) as kv:  # endpoint: KVTIER_ENDPOINT, or the default socket
+        kv.wait_until_identified(60)  # until then, every lookup is a miss
         output = kv.generate(input_ids, max_new_tokens=64)
 
 The model must run in one process and use full attention only. The batch size is 1. Needs

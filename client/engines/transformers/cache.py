@@ -9,7 +9,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -18,11 +17,12 @@ import torch
 from transformers import DynamicCache
 
 from ... import Client, DurableStatus, Group, KVTierError, Namespace, make_key
-from ..identity import with_weights_version
+from ..failures import Unsupported
+from ..identity import InBackground, with_weights_version
 from .cache_layout import CACHE_ARGUMENT, CacheLayout, UnsupportedModelError
 from .generate_settings import reason_to_bypass
 from .length_regimes import LengthRegimes
-from .model_identity import engine_attributes, run_obstacles, run_settings, state_digest, weights_digest
+from .model_identity import engine_attributes, model_attributes, run_obstacles, run_settings
 from .model_state import StateTracker
 
 __all__ = ["HASH_SCHEME", "Hit", "KVTierCache", "block_hashes"]
@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 HASH_SCHEME = "kvtier.transformers.sha256.1"
 """Hash scheme in the namespace. It must change when the hashes change."""
 
+_NOT_IDENTIFIED = "the digest of the weights is not known yet"
 _SESSIONS = 4
 """Most sessions that one cache keeps open, for states of the model that alternate."""
 
@@ -78,6 +79,10 @@ class KVTierCache:
     each limit in its configuration. If the KV of a prompt depends on the length of the sequence
     (dynamic or long RoPE), blocks are shared only among lengths that have equal KV.
 
+    A thread computes the digest of the weights. Until it is known, every lookup is a miss, and
+    nothing is stored. If it cannot be computed, for example because the weights change meanwhile,
+    this process shares no blocks with others.
+
     Each call first looks for changes of the model. After a change the cache uses a new namespace,
     which is empty:
 
@@ -94,8 +99,9 @@ class KVTierCache:
 
     The cache neither loads nor stores, and logs one warning for each reason, while the model is in
     training mode, has forward hooks (except `observers`) or a replaced `forward`, has tensors that
-    are not in memory (offloaded, meta) or were created in inference mode, while modes of torch are
-    active, and for arguments of `generate` for which the tokens alone do not determine the KV.
+    are not in memory (offloaded, meta) or were created in inference mode, has attributes whose
+    content cannot be compared, while modes of torch are active, and for arguments of `generate` for
+    which the tokens alone do not determine the KV.
 
     Not noticed: changes inside of functions (closures, globals, `__code__`) and of the code of
     other libraries, and changes between the computation of a cache of the caller and `save`.
@@ -115,14 +121,14 @@ class KVTierCache:
         observers: Collection[Callable[..., Any]] = (),
         connect: Callable[[Namespace], Client] | None = None,
     ) -> None:
-        """Runs the model on short prompts, and reads its weights.
+        """Runs the model on short prompts, and starts the thread that reads its weights.
 
         Two processes share blocks if `name`, `revision`, `block_tokens`, `tenant`, `extra`, the
         model's configuration and state, and the versions of torch and transformers are equal. If
-        `name` or `revision` is None, a digest of all weights replaces `revision`. `extra`: bytes
-        that identify anything else that changes the KV. `wait`: seconds to wait for the server at
-        start, and for blocks of a lower tier in each lookup. `observers`: forward hooks that change
-        nothing. `connect`: function that creates the client instead of `endpoint`, for example the
+        `name` or `revision` is None, a digest of all weights counts, too. `extra`: bytes that
+        identify anything else that changes the KV. `wait`: seconds to wait for the server when a
+        session begins, and for blocks of a lower tier in each lookup. `observers`: forward hooks
+        that change nothing. `connect`: creates the client instead of `endpoint`, for example the
         method `client` of `kvtier.client.testing.FakeServer`.
 
         Raises `UnsupportedModelError` for a model whose cache is not full attention throughout.
@@ -132,27 +138,38 @@ class KVTierCache:
         self._extra = extra
         self._wait = wait
         self._connect = connect or (lambda namespace: Client(endpoint, namespace=namespace, name="transformers"))
-        self._failing = False
+        self._name, self._revision, self._tenant = name or type(model).__name__, revision or "", tenant
+        self._failing = self._is_closed = False
         self._warned: set[str] = set()
+        self._session: _Session | None = None
         self._sessions: dict[_Moment, _Session] = {}
-        self._origins: weakref.WeakKeyDictionary[DynamicCache, tuple[_Moment, int]] = weakref.WeakKeyDictionary()
+        self._moment: _Moment | None = None
+        self._origins: weakref.WeakKeyDictionary[DynamicCache, Any] = weakref.WeakKeyDictionary()
         self._regimes: tuple[int, LengthRegimes] | None = None
         self.last_hit = Hit()
         """Result of the latest `restore` or `generate`."""
+        self.bypassed: Counter[str] = Counter()
+        """Number of calls of `restore` and `generate` that did not ask the server, by reason."""
         self._tracker = StateTracker(model, observers)
-        probed = self._probe()
-        self._identity = self._identify(name, revision, tenant)
-        self._state = state_digest(self._tracker.snapshot, self._tracker.own_paths)
-        self._session = self._open(self._moment(), probed)
+        self._probe()
+        is_trusted = name is not None and revision is not None
+        self._attributes = self._identify(weights=not is_trusted)
+        if is_trusted:
+            self.wait_until_identified(wait)
 
     @property
-    def client(self) -> Client:
-        """The client of the namespace that was used last."""
-        return self._session.client
+    def client(self) -> Client | None:
+        """The client of the namespace that was used last, or None if no call has used one."""
+        return self._session.client if self._session is not None else None
 
     @property
     def block_tokens(self) -> int:
         return self._block_tokens
+
+    def wait_until_identified(self, seconds: float) -> bool:
+        """Waits until the digest of the weights is known. Returns whether calls use the server."""
+        self._attributes.wait(seconds)
+        return self._current(count=False) is not None
 
     def model_changed(self) -> None:
         """Takes a new namespace. Call it after changes of weights that are not noticed."""
@@ -168,12 +185,16 @@ class KVTierCache:
         """
         tokens = _sequence(input_ids)
         self.last_hit = Hit()
-        session = self._current()
-        cache = DynamicCache()
-        if session is None or (regime := session.regimes.of(len(tokens))) is None:
+        session, cache = self._current(), DynamicCache()
+        regime = self._known_regimes(session).of(len(tokens))
+        self._origins[cache] = (self._moment, regime) if self._moment is not None else None
+        if session is None:
+            return cache, self.last_hit
+        if regime is None:
+            self.bypassed["the KV of sequences of this length is not shared"] += 1
             return cache, self.last_hit
         try:
-            cache, self.last_hit = self._restore(session, self._keys(session, tokens[:-1], regime))
+            cache, self.last_hit = self._restore(session, self._keys(session.regimes, tokens[:-1], regime))
             self._failing = False
         except Exception as error:  # noqa: BLE001 - the engine must continue without the cache
             self._log_failure("the cache was not restored, so the prompt is computed", error)
@@ -189,17 +210,18 @@ class KVTierCache:
         whose KV depends on the length, only a cache of `restore` is stored.
         """
         tokens = _sequence(input_ids)
-        before = self._session.moment
-        session = self._current(after_run=True)
+        before = self._moment
+        session = self._current(after_run=True, count=False)
         if session is None:
             return 0
         try:
-            tokens = tokens[: cache.get_seq_length()]
+            tokens = tokens[: (length := cache.get_seq_length())]
             regime = session.regimes.of(len(tokens))
-            unknown = (before, 0) if len(session.regimes.ranges) == 1 else None
-            if regime is None or self._origins.get(cache, unknown) != (session.moment, regime):
+            unknown = (before, 0) if session.regimes.is_one else None
+            origin = self._origins.get(cache, unknown)
+            if regime is None or session.regimes.of(length) != regime or origin != (session.moment, regime):
                 return 0
-            return self._save(session, self._keys(session, tokens, regime), cache)
+            return self._save(session, self._keys(session.regimes, tokens, regime), cache)
         except Exception as error:  # noqa: BLE001 - a failed save is only a later miss
             self._log_failure("blocks were not saved", error)
             return 0
@@ -215,6 +237,7 @@ class KVTierCache:
         self.last_hit = Hit()
         reason = reason_to_bypass(input_ids, options, self._model.generation_config)
         if reason is not None:
+            self.bypassed[reason] += 1
             self._warn_once(f"`generate` runs without the cache, because {reason}")
             return self._model.generate(input_ids, **options)
         cache, _ = self.restore(input_ids)
@@ -228,19 +251,20 @@ class KVTierCache:
         if getattr(output, CACHE_ARGUMENT) is cache:
             self.save(output.sequences[0], cache)
         else:  # the model has computed all tokens again, because its frequencies have changed
-            self._current(after_run=True)
+            self._current(after_run=True, count=False)
         return output if wants_dict else output.sequences
 
     def flush(self, input_ids: Any, *, wait: float = 10.0) -> int:
         """Waits up to `wait` s until full blocks are durable. Returns how many are durable."""
         keys = self.keys(input_ids)
         try:
-            return self.client.flush(keys, wait=wait).count(DurableStatus.DURABLE) if keys else 0
+            return self.client.flush(keys, wait=wait).count(DurableStatus.DURABLE) if keys and self.client else 0
         except KVTierError as error:
             self._log_failure("blocks were not flushed", error)
             return 0
 
     def close(self) -> None:
+        self._is_closed = True
         for session in self._sessions.values():
             _end(session)
 
@@ -255,11 +279,18 @@ class KVTierCache:
     def keys(self, input_ids: Any) -> list[bytes]:
         """Returns the keys of the full blocks of a sequence, in the namespace of `client`."""
         tokens = _sequence(input_ids)
-        regime = self._session.regimes.of(len(tokens))
-        return [] if regime is None else self._keys(self._session, tokens, regime)
+        regimes = self._known_regimes(self._session)
+        regime = regimes.of(len(tokens)) if self._session is not None else None
+        return [] if regime is None else self._keys(regimes, tokens, regime)
 
-    def _keys(self, session: _Session, tokens: Sequence[int], regime: int) -> list[bytes]:
-        hashes = block_hashes(tokens, self.block_tokens, extra=self._extra + session.regimes.tag(regime))
+    def _known_regimes(self, session: _Session | None) -> LengthRegimes:
+        if session is not None:
+            return session.regimes
+        is_known = self._regimes is not None and self._regimes[0] == self._tracker.structure
+        return self._regimes[1] if self._regimes and is_known else LengthRegimes(())
+
+    def _keys(self, regimes: LengthRegimes, tokens: Sequence[int], regime: int) -> list[bytes]:
+        hashes = block_hashes(tokens, self.block_tokens, extra=self._extra + regimes.tag(regime))
         return [make_key(block, 0) for block in hashes]
 
     def _restore(self, session: _Session, keys: Sequence[bytes]) -> tuple[DynamicCache, Hit]:
@@ -289,80 +320,94 @@ class KVTierCache:
                 session.layout.copy_out(cache, batch.wanted, batch.memory, batch.offsets)
             return len(batch.wanted)
 
-    def _current(self, *, after_run: bool = False) -> _Session | None:
+    def _current(self, *, after_run: bool = False, count: bool = True) -> _Session | None:
         """Returns the session for the model as it is now, or None if its KV cannot be identified.
 
-        `after_run`: see `StateTracker.update`.
+        `after_run`: see `StateTracker.update`. `count`: whether the reason for None is counted.
         """
+        self._moment, reason = None, "the state of the model is not known"
         try:
             self._tracker.update(after_run=after_run)
-            if self._has_obstacles():
-                return None
-            moment = self._moment()
-            session = self._sessions.get(moment)
-            if session is None or not session.regimes.ranges:  # not probed yet
-                session = self._open(moment, self._probe())
-            self._session = session
+            if self._attributes.has_failed and not self._tracker.version:
+                self._tracker.renew()
+            if not (reason := self._obstacle()):
+                moment = self._moment = _Moment(self._tracker.version, run_settings(self._model.device))
+                self._session = self._sessions.get(moment) or self._open(moment)
+                if self._session is not None:
+                    return self._session
+                reason = _NOT_IDENTIFIED
         except UnsupportedModelError as error:
-            self._warn_once(str(error))
-            return None
+            reason = str(error)
+            self._warn_once(reason)
         except Exception as error:  # noqa: BLE001 - the engine must continue without the cache
             self._log_failure("the state of the model is not known, so the cache is not used", error)
-            return None
-        return self._session
+        self.bypassed[reason] += count
+        return None
 
-    def _has_obstacles(self) -> bool:
-        """Whether the KV cannot be identified now. Warns once for each reason."""
-        reasons = [*self._tracker.snapshot.obstacles, *run_obstacles()]
+    def _obstacle(self) -> str:
+        """Returns why the KV cannot be identified now, or "". Warns once for each reason."""
+        reasons = [*(["it is closed"] if self._is_closed else []), *self._tracker.snapshot.obstacles, *run_obstacles()]
         for reason in reasons:
             self._warn_once(f"the cache is not used, because {reason}")
-        return bool(reasons)
-
-    def _moment(self) -> _Moment:
-        return _Moment(self._tracker.version, run_settings(self._model.device))
+        return reasons[0] if reasons else ""
 
     def _probe(self) -> tuple[CacheLayout, LengthRegimes]:
-        """Runs the model on one token, and after a change of settings on short prompts."""
         layout = CacheLayout.probe(self._model, self._block_tokens)
-        if self._has_obstacles():
+        if self._obstacle():
             return layout, LengthRegimes(())
         if self._regimes is None or self._regimes[0] != self._tracker.structure:
             regimes = LengthRegimes.probe(self._model, self._tracker.learn)
             self._regimes = self._tracker.structure, regimes
         return layout, self._regimes[1]
 
-    def _open(self, moment: _Moment, probed: tuple[CacheLayout, LengthRegimes]) -> _Session:
-        layout, regimes = probed
-        namespace = self._identity(
+    def _open(self, moment: _Moment) -> _Session | None:
+        """Returns a new session, or None while the namespace of the moment is not known.
+
+        A moment with a version of its own needs no digest, because no other process has it.
+        """
+        if (attributes := {} if moment.version else self._attributes.value) is None:
+            return None
+        layout, regimes = self._probe()
+        namespace = Namespace(
+            model=self._name,
+            revision=self._revision,
+            hash_scheme=HASH_SCHEME,
+            world_size=1,
+            tenant=self._tenant,
             dtype=str(layout.dtype).removeprefix("torch."),
             layout=layout.describe(),
             groups=(Group(name="full_attention", block_tokens=self.block_tokens, part_bytes=layout.part_bytes),),
-            attributes={**engine_attributes(layout.device), "state": self._state, "settings": moment.settings},
+            attributes={**attributes, **engine_attributes(layout.device), "torch": moment.settings},
         )
         client = self._connect(with_weights_version(namespace, moment.version))
         session = _Session(moment, layout, regimes, client)
-        if not self._sessions or self.client.connected:  # else the server is absent
+        # If the client of another session is not connected, the server is absent.
+        if all(other.client.connected for other in self._sessions.values()):
             with contextlib.suppress(KVTierError):  # the client has logged the error, and retries
                 client.wait_until_connected(self._wait)
-        old = self._sessions.pop(moment, None)
-        self._sessions[moment] = self._session = session
-        for ended in [old, *map(self._sessions.pop, [*self._sessions][:-_SESSIONS])]:
-            if ended is not None:
-                _end(ended)
+        self._sessions[moment] = session
+        for ended in map(self._sessions.pop, [*self._sessions][:-_SESSIONS]):
+            _end(ended)
         return session
 
-    def _identify(self, name: str | None, revision: str | None, tenant: str) -> Callable[..., Namespace]:
-        """Returns a function that makes namespaces of this model."""
-        snapshot, own = self._tracker.snapshot, self._tracker.own_paths
-        trusted = name is not None and revision is not None
-        return partial(
-            Namespace,
-            model=name or type(self._model).__name__,
-            revision=(revision or "") if trusted else weights_digest(snapshot, own),
-            hash_scheme=HASH_SCHEME,
-            world_size=1,
-            tenant=tenant,
-        )
+    def _identify(self, *, weights: bool) -> InBackground[dict[str, str]]:
+        """Starts to compute the attributes of the model as it is now, whose version is ""."""
+        tracker = self._tracker
+        snapshot, own = tracker.snapshot, tracker.own_paths
+
+        def is_stopped() -> bool:
+            return self._is_closed or not tracker.knows("")
+
+        try:
+            compute = model_attributes(snapshot, own, weights=weights, is_stopped=is_stopped)
+        except Unsupported as error:
+            unsupported = error
+
+            def compute() -> dict[str, str]:
+                raise unsupported
+
+        message = "kvtier: this process shares no blocks, because its model has no identity: %s"
+        return InBackground(compute, lambda error: None if is_stopped() else _log.warning(message, error))
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

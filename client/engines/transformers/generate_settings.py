@@ -55,11 +55,18 @@ def reason_to_bypass(input_ids: torch.Tensor, options: Mapping[str, Any], defaul
     `options`: keyword arguments of `generate`. `defaults`: the model's generation config. Outputs
     that contain values for each token of the prompt need the computation of the whole prompt.
     """
-    settings = options.get("generation_config") or defaults
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.shape[0] != 1:
         return "the input is not one sequence of tokens"
-    values = {name: value for name, value in vars(settings).items() if not name.startswith("_")} | dict(options)
+    settings = options.get("generation_config") or defaults
     known, usual = vars(settings), _defaults(settings.__class__)
+    # `generate` takes the model's value for each setting that has its usual value.
+    values = {name: value for name, value in vars(defaults).items() if not name.startswith("_")}
+    values |= {
+        name: value
+        for name, value in known.items()
+        if not name.startswith("_") and not (name in values and value == usual.get(name))
+    }
+    values |= options
     for name, value in values.items():
         if name in _NEUTRAL:
             continue

@@ -56,6 +56,11 @@ class LengthRegimes:
                 return number
         return None
 
+    @property
+    def is_one(self) -> bool:
+        """Whether the KV of a prefix is the same for all lengths."""
+        return self.ranges == ((1, None),)
+
     def tag(self, regime: int) -> bytes:
         """Returns bytes that identify a regime in the hashes of its blocks."""
         return f"lengths from {self.ranges[regime][0]}".encode() if regime else b""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+import re
 import secrets
 import sys
 import types
@@ -20,11 +21,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import chain
 from operator import methodcaller
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import torch
+from transformers import PretrainedConfig
 
-__all__ = ["Snapshot", "StateTracker", "TensorState"]
+__all__ = ["Snapshot", "StateTracker", "TensorState", "read_samples"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,16 +39,18 @@ _SMALL = 256
 """Up to this number of elements a comparison reads the whole tensor, for example frequencies."""
 
 _MOST_MEMBERS = 4096
-"""The content of a larger container, such as a vocabulary, is unknown."""
+"""The content of a larger container, such as a vocabulary, is not compared."""
 
 _KNOWN = 8
 """Number of earlier states that get their version again when they return."""
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, types.MethodType, *_FUNCTIONS),
-    *(torch.dtype, torch.device, torch.Size, torch.layout, logging.Logger),
+    *(type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, re.Pattern, PurePath),
+    *(types.BuiltinFunctionType, type, torch.dtype, torch.device, torch.Size, torch.layout),
 )
+_LIBRARIES = ("torch.", "transformers.")
+_IGNORED = (logging.Logger, torch.utils.hooks.RemovableHandle)
 _SKIPPED = frozenset(
     {
         *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook", "_is_hf_initialized"),
@@ -92,20 +98,21 @@ class Snapshot:
     """State of a model at one moment.
 
     Attributes:
-        values: by path, a plain value, a function, a `TensorState`, or an unknown object.
-        unknown: paths of objects whose content is not known.
+        values: by path, a plain value, a function, or a `TensorState`.
+        configurations: by path, configurations of transformers.
         obstacles: why the KV of the model cannot be identified. Usually empty.
     """
 
     def __init__(self, model: torch.nn.Module, observers: Collection[Callable[..., Any]] = ()) -> None:
         """`observers`: forward hooks that change nothing."""
         self.values: dict[str, Any] = {}
-        self.unknown: list[str] = []
+        self.configurations: dict[str, PretrainedConfig] = {}
         self.obstacles: dict[str, None] = {}
         self._observers = observers
         self._seen: dict[int, tuple[str, Any]] = {}
         self._tables: list[Any] = []
         self._lists: list[Any] = []
+        self._functions: list[types.FunctionType] = []
         self._modules: list[torch.nn.Module] = []
         self._visit("model", {"model": model}, "model")
         for name in _HOOKS:
@@ -113,8 +120,9 @@ class Snapshot:
         self._visit_code()
         self._seen = {}
         self._tensors = [value for value in self.values.values() if isinstance(value, TensorState)]
-        self._identities = self._identify()
-        self._samples = _read_samples([state.tensor() for state in self._tensors], self._tensors)
+        self._alive: list[Any] = []
+        self._identities = self._identify(self._alive)
+        self._samples = read_samples([state.tensor() for state in self._tensors], self._tensors)
 
     def is_current(self) -> bool:
         """Whether the model still has this state."""
@@ -128,7 +136,7 @@ class Snapshot:
             )
         except RuntimeError:  # a tensor has become one without memory
             return False
-        return same and _read_samples(tensors, self._tensors) == self._samples
+        return same and read_samples(tensors, self._tensors) == self._samples
 
     def changes(self, before: Snapshot) -> list[str]:
         """Returns the paths at which this state differs from an earlier state of the same model."""
@@ -136,20 +144,28 @@ class Snapshot:
         paths += [path for path in before.values if path not in self.values]
         return paths or ([] if self._samples == before._samples else ["values of tensors"])
 
+    def is_setting(self, path: str) -> bool:
+        """Whether a value belongs to a configuration."""
+        parts = path.removesuffix(" type").split(".")
+        return any(".".join(parts[:end]) in self.configurations for end in range(1, len(parts) + 1))
+
     def forget_containers(self) -> None:
         """Releases the memory of modules that have left the model. `is_current` must not follow."""
-        self._tables, self._lists, self._modules = [], [], []
+        self._tables, self._lists, self._modules, self._functions, self._alive = [], [], [], [], []
         for state in self._tensors:
             state.container = None
 
-    def _identify(self) -> tuple[list[int], ...]:
+    def _identify(self, alive: list[Any] | None = None) -> tuple[list[int], ...]:
         """Returns the identities of all members of all containers.
 
-        The snapshot keeps these members alive, so that no other object gets their identity. It does
-        not keep tensors alive, but their storages are compared, too.
+        The snapshot keeps these members in `alive`, so that no other object gets their identity. It
+        does not keep tensors, but their storages are compared, too.
         """
-        members = chain.from_iterable(map(methodcaller("values"), self._tables))
-        names = chain.from_iterable(chain(self._tables, self._lists))
+        values = chain.from_iterable(_references(function).values() for function in self._functions)
+        members = [*chain.from_iterable(map(methodcaller("values"), self._tables)), *values]
+        names = [*chain.from_iterable(chain(self._tables, self._lists))]
+        if alive is not None:
+            alive += [each for each in chain(members, names) if not isinstance(each, torch.Tensor)]
         sizes = map(len, chain(self._tables, self._lists))
         return [*map(id, members)], [*map(id, names)], [*sizes], [*map(id, map(type, self._modules))]
 
@@ -157,6 +173,8 @@ class Snapshot:
         value = container[name]
         if isinstance(value, _PLAIN):
             self.values[path] = value
+        elif isinstance(value, _IGNORED):
+            return
         elif id(value) in self._seen:
             self.values[path] = f"same as {self._seen[id(value)][0]}"
         else:
@@ -165,29 +183,41 @@ class Snapshot:
                 self._visit_tensor(path, container, name)
             elif isinstance(value, torch.nn.Module):
                 self._visit_module(path, value)
+            elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+                self._visit_function(path, value)
             else:
                 self._visit_object(path, value)
 
-    def _visit_object(self, path: str, value: Any) -> None:
-        kind = type(value)
+    def _visit_function(self, path: str, value: Any) -> None:
+        """Visits a function that an attribute has, and the values that it refers to."""
         if isinstance(value, functools.partial):
             self._visit_members(path, {"function": value.func, "arguments": value.args, "keywords": value.keywords})
-        elif isinstance(value, dict | list | tuple | set | frozenset | deque):
-            if len(value) > _MOST_MEMBERS:
-                self._visit_unknown(path, value)
-            elif isinstance(value, dict):
-                self._visit_table(path, value)
-            else:
-                self._lists.append(value)
-                ordered = value if isinstance(value, list | tuple) else sorted(value, key=repr)
-                for index in range(len(ordered)):
-                    self._visit(f"{path}.{index}", ordered, index)
-            self.values[f"{path} type"] = kind
-        elif hasattr(value, "__dict__") and not kind.__module__.startswith(("torch.", "accelerate.")):
-            self.values[f"{path} type"] = kind
-            self._visit_table(path, vars(value))
+        elif isinstance(value, types.MethodType):
+            self._visit_members(path, {"function": value.__func__, "object": value.__self__})
         else:
-            self._visit_unknown(path, value)
+            self.values[path] = value
+            self._visit_members(path, {"defaults": value.__defaults__, "keywords": value.__kwdefaults__})
+            if not value.__module__.startswith(_LIBRARIES):
+                self._functions.append(value)
+                self._visit_members(path, _references(value))
+
+    def _visit_object(self, path: str, value: Any) -> None:
+        kind = type(value)
+        self.values[f"{path} type"] = kind
+        if isinstance(value, PretrainedConfig):
+            self.configurations[path] = value
+        is_container = isinstance(value, dict | list | tuple | set | frozenset | deque)
+        if (is_container and len(value) > _MOST_MEMBERS) or not (is_container or _is_transparent(value)):
+            self.obstacles[f"{path} is a {kind.__qualname__}, whose content kvtier cannot compare"] = None
+        elif isinstance(value, dict):
+            self._visit_table(path, value)
+        elif is_container:
+            self._lists.append(value)
+            ordered = value if isinstance(value, list | tuple) else sorted(value, key=repr)
+            for index in range(len(ordered)):
+                self._visit(f"{path}.{index}", ordered, index)
+        if attributes := getattr(value, "__dict__", None):
+            self._visit_table(path, attributes)
 
     def _visit_table(self, path: str, table: Any) -> None:
         self._tables.append(table)
@@ -197,10 +227,6 @@ class Snapshot:
         for name in members:
             if name not in _SKIPPED:
                 self._visit(f"{path}.{name}", members, name)
-
-    def _visit_unknown(self, path: str, value: Any) -> None:
-        self.values[path] = value
-        self.unknown.append(path)
 
     def _visit_module(self, path: str, module: torch.nn.Module) -> None:
         attributes = vars(module)
@@ -217,6 +243,8 @@ class Snapshot:
                 self._visit_hooks(path, value)
             elif name in _MEMBERS:
                 self._visit_table(path, value)
+            elif name == "_compiled_call_impl":  # of `model.compile()`
+                self.values[f"{path}.{name}"] = value
             elif name not in _SKIPPED and not (moves and name in {"forward", "_old_forward", "_hf_hook"}):
                 self._visit(f"{path}.{name}", attributes, name)
 
@@ -233,8 +261,9 @@ class Snapshot:
         self.values[f"{path} type"] = type(tensor)
         if vars(tensor):  # for example, the scales of quantized weights
             self._visit_table(path, vars(tensor))
-        if hasattr(tensor, "__tensor_flatten__"):
-            self._visit_members(path, {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]})
+        if hasattr(tensor, "__tensor_flatten__"):  # it consists of other tensors
+            if not vars(tensor).keys() >= set(tensor.__tensor_flatten__()[0]):
+                self.obstacles[f"{path} has parts that kvtier cannot compare"] = None
             return
         if tensor.is_meta:
             self.obstacles[f"{path} is not in memory, for example because it is offloaded"] = None
@@ -265,6 +294,32 @@ class Snapshot:
             self.values |= {
                 f"{path}.{name}": member for name, member in table.items() if isinstance(member, _FUNCTIONS)
             }
+
+
+def _references(function: types.FunctionType) -> dict[str, Any]:
+    """Returns variables of outer functions that a function uses, and global ones with values."""
+    code, empty = function.__code__, types.CellType()
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    references = {f"outer {name}": cell.cell_contents for name, cell in cells if cell != empty}
+    for name in code.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, bool | int | float | str | dict | list | set | torch.Tensor | types.FunctionType):
+            references[f"global {name}"] = value
+    return references
+
+
+def _is_transparent(value: Any) -> bool:
+    """Whether the content of an object is that of its `__dict__`, as far as one can know."""
+    kind = type(value)
+    slots = chain.from_iterable(
+        (slots,) if isinstance(slots := vars(base).get("__slots__", ()), str) else slots for base in kind.__mro__
+    )
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, np.ndarray)
+        and not kind.__module__.startswith(("torch.", "accelerate."))
+        and {"__dict__", "__weakref__"}.issuperset(slots)
+    )
 
 
 def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -303,7 +358,7 @@ def _places(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _read_samples(tensors: list[torch.Tensor], states: list[TensorState]) -> list[bytes]:
+def read_samples(tensors: list[torch.Tensor], states: list[TensorState]) -> list[bytes]:
     """Returns some elements of each tensor: one copy per element type and device."""
     groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for tensor, state in zip(tensors, states, strict=True):
@@ -325,7 +380,7 @@ class StateTracker:
     def __init__(self, model: torch.nn.Module, observers: Collection[Callable[..., Any]] = ()) -> None:
         self._model, self._observers = model, observers
         self.snapshot = Snapshot(model, observers)
-        self.version = secrets.token_hex(8) if self.snapshot.unknown else ""
+        self.version = ""
         self._known = {self.version: self.snapshot}
         self.own_paths: set[str] = set()
         """Paths that the model itself changes when it runs, such as frequencies of a long RoPE."""
@@ -361,6 +416,10 @@ class StateTracker:
         for version in [*self._known][:-_KNOWN]:
             del self._known[version]
         return self.version == before
+
+    def knows(self, version: str) -> bool:
+        """Whether the state with this version can return. May be called on any thread."""
+        return version in self._known
 
     def renew(self) -> None:
         """Takes a new version for a change that the caller knows of."""

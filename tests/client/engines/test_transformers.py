@@ -61,9 +61,13 @@ def server() -> FakeServer:
 
 
 def _cache(model: Any, server: FakeServer | str, **options: Any) -> KVTierCache:
+    """A cache whose digest of the weights is known."""
     if isinstance(server, str):
-        return KVTierCache(model, server, block_tokens=BLOCK, **options)
-    return KVTierCache(model, connect=server.client, block_tokens=BLOCK, **options)
+        cache = KVTierCache(model, server, block_tokens=BLOCK, **options)
+    else:
+        cache = KVTierCache(model, connect=server.client, block_tokens=BLOCK, **options)
+    cache.wait_until_identified(60)
+    return cache
 
 
 def _plain(model: Any, prompt: torch.Tensor, tokens: int = 12) -> list[int]:
@@ -149,7 +153,7 @@ def test_other_weights_are_not_shared(model: Any, server: FakeServer) -> None:
 
 def test_without_a_server_everything_is_a_miss(model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An engine without a server computes, and logs it."""
-    with caplog.at_level(logging.WARNING), KVTierCache(model, f"unix:{tmp_path / 'none'}", block_tokens=BLOCK) as cache:
+    with caplog.at_level(logging.WARNING), _cache(model, f"unix:{tmp_path / 'none'}", wait=0.1) as cache:
         assert _kept(cache, PROMPT) == _plain(model, PROMPT)
         assert cache.last_hit.tokens == 0
         assert cache.save(PROMPT, DynamicCache()) == 0

@@ -106,7 +106,10 @@ def _same(scores: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _cache(model: Any, server: FakeServer, **options: Any) -> KVTierCache:
-    return KVTierCache(model, connect=server.client, block_tokens=BLOCK, **options)
+    """A cache whose digest of the weights is known."""
+    cache = KVTierCache(model, connect=server.client, block_tokens=BLOCK, **options)
+    cache.wait_until_identified(60)
+    return cache
 
 
 @pytest.mark.parametrize(
@@ -159,6 +162,17 @@ def test_blocks_by_hand_have_the_regime_of_the_whole_sequence(make: Any) -> None
         model(input_ids=TOKENS[:, :60], **{CACHE_ARGUMENT: unknown})
         model(input_ids=TOKENS[:, 60:100], **{CACHE_ARGUMENT: unknown})
         assert cache.save(TOKENS[:, :100], unknown) == 0  # it may have keys of both kinds
+
+
+@pytest.mark.parametrize("make", [_dynamic, _long])
+@pytest.mark.parametrize(("restored", "saved"), [(100, 50), (40, 60), (60, 50), (None, 60)])
+def test_the_whole_length_of_a_cache_counts(make: Any, restored: int | None, saved: int) -> None:
+    """A cache that was computed for 100 tokens, of which fewer are to be stored."""
+    model = make()
+    with _cache(model, FakeServer()) as cache, torch.inference_mode():
+        computed = DynamicCache() if restored is None else cache.restore(TOKENS[:, :restored])[0]
+        model(input_ids=TOKENS[:, :100], **{CACHE_ARGUMENT: computed})
+        assert cache.save(TOKENS[:, :saved], computed) == 0
 
 
 @pytest.mark.parametrize(

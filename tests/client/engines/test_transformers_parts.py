@@ -21,7 +21,7 @@ from transformers import (
 from kvtier.client.engines.transformers.cache import block_hashes
 from kvtier.client.engines.transformers.cache_layout import CACHE_ARGUMENT, CacheLayout, UnsupportedModelError
 from kvtier.client.engines.transformers.generate_settings import reason_to_bypass
-from kvtier.client.engines.transformers.model_identity import state_digest, weights_digest
+from kvtier.client.engines.transformers.model_identity import WeightsDigest, model_attributes
 from kvtier.client.engines.transformers.model_state import Snapshot
 
 SMALL = {
@@ -114,7 +114,7 @@ def test_weights_have_distinct_digests() -> None:
     """Other weights have another digest; equal weights of any origin have the same."""
 
     def digest(model: Any) -> str:
-        return weights_digest(Snapshot(model))
+        return WeightsDigest(Snapshot(model)).compute()
 
     model = _llama()
     assert digest(model) == digest(copy.deepcopy(model)) == digest(_llama())
@@ -131,7 +131,7 @@ def test_digests_of_the_state_depend_on_the_kv() -> None:
     """Another rope or flag changes the digest; another path or class name does not."""
 
     def digest(model: Any) -> str:
-        return state_digest(Snapshot(model))
+        return str(model_attributes(Snapshot(model), (), weights=False, is_stopped=bool)())
 
     def model(**settings: Any) -> Any:
         return LlamaForCausalLM(LlamaConfig(**SMALL, **settings)).eval()

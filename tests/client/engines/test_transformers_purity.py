@@ -9,9 +9,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from kvtier.client.engines.transformers import KVTierCache
@@ -70,7 +73,10 @@ def cache(model: Any, server: FakeServer) -> Iterator[KVTierCache]:
 
 
 def _cache(model: Any, server: FakeServer, **options: Any) -> KVTierCache:
-    return KVTierCache(model, connect=server.client, block_tokens=BLOCK, **options)
+    """A cache whose digest of the weights is known."""
+    cache = KVTierCache(model, connect=server.client, block_tokens=BLOCK, **options)
+    cache.wait_until_identified(60)
+    return cache
 
 
 def _plain(model: Any, prompt: torch.Tensor = PROMPT, tokens: int = 6) -> Any:
@@ -333,6 +339,113 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(x) * FACTORS["mlp"]
+
+
+FACTORS = {"mlp": 1.0}
+
+
+class _Helper:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x) * self.factor
+
+    __call__ = scaled
+
+
+class _Slots:
+    __slots__ = ("factor",)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x)
+
+
+def _activation(model: Any, function: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    del mlp.act_fn
+    mlp.act_fn = function
+
+
+def _bound(model: Any) -> Callable[[], object]:
+    helper = _Helper(1.0)
+    _activation(model, helper.scaled)
+    return lambda: vars(helper).update(factor=3.0)
+
+
+def _closure(model: Any) -> Callable[[], object]:
+    factor = 1.0
+
+    def change() -> None:
+        nonlocal factor
+        factor = 3.0
+
+    _activation(model, lambda x: torch.nn.functional.silu(x) * factor)
+    return change
+
+
+def _default_value(model: Any) -> Callable[[], object]:
+    factor = torch.ones(1)
+    _activation(model, lambda x, factor=factor: torch.nn.functional.silu(x) * factor)
+    return lambda: factor.fill_(3.0)
+
+
+def _global(model: Any) -> Callable[[], object]:
+    FACTORS["mlp"] = 1.0
+    _activation(model, _silu)
+    return lambda: FACTORS.update(mlp=3.0)
+
+
+def _same_address(model: Any) -> Callable[[], object]:
+    _activation(model, _Helper(1.0))
+
+    def change() -> None:
+        """Replaces the object by another one, usually at its address."""
+        for _ in range(100):
+            before = id(model.model.layers[0].mlp.act_fn)
+            _activation(model, _Helper(3.0))
+            if id(model.model.layers[0].mlp.act_fn) == before:
+                break
+
+    return change
+
+
+@pytest.mark.parametrize("prepare", [_bound, _closure, _default_value, _global, _same_address])
+def test_what_a_function_of_a_module_refers_to_is_compared(
+    model: Any, server: FakeServer, prepare: Callable[[Any], Callable[[], object]]
+) -> None:
+    change = prepare(model)
+    with _cache(model, server) as cache:
+        for hit in (0, 32):
+            _kept(cache)
+            assert cache.last_hit.tokens == hit
+        change()
+        for hit in (0, 32):
+            assert _same(_kept(cache), _plain(model))
+            assert cache.last_hit.tokens == hit
+
+
+def test_a_weight_that_changes_in_inference_mode(model: Any, cache: KVTierCache) -> None:
+    with torch.inference_mode():
+        _weight(model).mul_(2.0)
+    assert _same(_kept(cache), _plain(model))
+    assert cache.last_hit.tokens == 0
+
+
+def test_the_precision_of_products(model: Any, cache: KVTierCache) -> None:
+    """Torch's newer functions for it make the older one raise."""
+    try:
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        expected = _plain(model)
+        for hit in (0, 32):
+            assert _same(_kept(cache), expected, 0.1)
+            assert cache.last_hit.tokens == hit
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
 class _Adapter(torch.nn.Module):
     """A low-rank adapter of a linear layer, with the switches of peft."""
 
@@ -436,6 +549,10 @@ def _replaced_forward(model: Any) -> None:
     layer.forward = lambda x: original(x) * 0.5
 
 
+def _set_attribute(value: Any) -> Callable[[Any], None]:
+    return lambda model: setattr(model.model.layers[0].mlp, "helper", value)
+
+
 def _inference(model: Any) -> None:
     with torch.inference_mode():
         model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(torch.ones(64, 32), requires_grad=False)
@@ -449,6 +566,9 @@ def _inference(model: Any) -> None:
         (_all_modules, "all modules has the forward hook"),
         (_replaced_forward, "the method `forward` of model.model.layers.0.mlp is replaced"),
         (_inference, "created in inference mode"),
+        (_set_attribute(_Slots()), "mlp.helper is a _Slots, whose content kvtier cannot compare"),
+        (_set_attribute(np.ones(300)), "mlp.helper is a ndarray, whose"),
+        (_set_attribute([{str(number): number for number in range(5000)}]), "mlp.helper.0 is a dict, whose"),
         (lambda model: model.train(), "training mode"),
         (lambda model: model.model.layers[1].train(), "training mode"),
     ],
@@ -505,6 +625,49 @@ def test_hooks_that_only_observe_can_be_named(model: Any, server: FakeServer) ->
     assert seen
 
 
+def test_hooks_beside_the_named_ones_stop_the_cache(model: Any, server: FakeServer) -> None:
+    def observe(*_: Any) -> None: ...
+
+    model.register_forward_hook(observe)
+    model.model.layers[0].mlp.register_forward_hook(lambda *arguments: arguments[2] * 0.5)
+    with _cache(model, server, observers=[observe]) as cache:
+        for _ in range(2):
+            assert _same(_kept(cache), _plain(model))
+            assert cache.last_hit.tokens == 0
+
+
+def test_a_replaced_attention_function_is_noticed(
+    model: Any, cache: KVTierCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def patched(*arguments: Any, **options: Any) -> Any:
+        output, weights = original(*arguments, **options)
+        return output * 0.5, weights
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", patched)
+    assert _same(_kept(cache), _plain(model))
+    assert cache.last_hit.tokens == 0
+
+
+def test_a_cache_of_a_batch_is_not_stored(model: Any, server: FakeServer) -> None:
+    computed = DynamicCache()
+    with _cache(model, server) as cache, torch.inference_mode():
+        model(input_ids=PROMPT.repeat(2, 1), **{CACHE_ARGUMENT: computed})
+        assert cache.save(PROMPT, computed) == 0
+        assert cache.restore(PROMPT)[1].tokens == 0
+
+
+def test_a_dispatch_mode_of_torch_stops_the_cache(cache: KVTierCache) -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+            return function(*arguments, **(options or {}))
+
+    with Mode():
+        assert cache.restore(PROMPT)[1].tokens == 0
+    assert cache.restore(PROMPT)[1].tokens == 32
+
+
 def test_a_mode_of_torch_stops_the_cache(model: Any, cache: KVTierCache) -> None:
     """A mode can replace each function of torch."""
 
@@ -550,6 +713,32 @@ def test_a_change_between_restore_and_save_is_not_stored(model: Any, cache: KVTi
         _other(model)
         assert cache.save(other, restored) == 0
         assert cache.restore(other)[1].tokens == 0
+
+
+def test_a_cache_that_was_computed_with_a_hook_is_not_stored(model: Any, cache: KVTierCache) -> None:
+    """Also if the hook is removed before `save`, and if the cache is one of the caller."""
+    other = PROMPT.flip(1)
+    for own in (False, True):
+        handle = model.model.layers[0].mlp.register_forward_hook(lambda *arguments: arguments[2] * 0.5)
+        restored = cache.restore(other)[0]
+        computed = DynamicCache() if own else restored
+        with torch.inference_mode():
+            model(input_ids=other, **{CACHE_ARGUMENT: computed})
+        handle.remove()
+        assert cache.save(other, computed) == 0
+    assert _same(_kept(cache, other), _plain(model, other))
+    assert cache.last_hit.tokens == 0
+
+
+def test_a_default_of_the_model_counts_beside_a_given_configuration(model: Any, cache: KVTierCache) -> None:
+    """`generate` takes the model's value for each setting that the given configuration lacks."""
+    settings = GenerationConfig(max_new_tokens=3, do_sample=False)
+    model.generation_config.guidance_scale = 2.0
+    cache.generate(PROMPT, generation_config=settings)
+    assert cache.bypassed == {"of the setting guidance_scale=2.0": 1}
+    model.generation_config.guidance_scale = None
+    cache.generate(PROMPT, generation_config=settings)
+    assert cache.last_hit.tokens == 32
 
 
 @torch.no_grad()
