@@ -163,6 +163,7 @@ class TierManager:
             completions=self._completions,
             history=self._history,
             miss_ratio_curves=self._miss_ratio_curves,
+            pin_budget=self._lookups.pin_budget,
             new_ids=new_ids,
             continue_if=self._sliced_work.continue_if,
         )
