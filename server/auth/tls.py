@@ -82,8 +82,8 @@ def server_credentials(
     """Returns credentials that are loaded again when the PEM files change.
 
     With `client_ca` each client must have a certificate. `report`: why the certificate in use is
-    not the configured one, or why clients will refuse it. Raises `TlsError` if a file is missing, or
-    if key and certificate do not match.
+    not the configured one, or why clients will refuse it. Raises `TlsError` if a file is missing,
+    or if key and certificate do not match.
     """
     files = _Files(cert, key, client_ca, report)
 

@@ -77,9 +77,7 @@ class LeaseConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 600.0
     part: Annotated[
         float,
-        _setting(
-            "Fraction of its quota, or of the rest, that a tenant's leases (or open stores) can pin.", ge=0.1, le=1
-        ),
+        _setting("Fraction of its quota, or of the rest, that a tenant's leases or stores can pin.", ge=0.1, le=1),
     ] = 0.75
 
 

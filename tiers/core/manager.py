@@ -2,8 +2,7 @@
 
 An event is a method call. The call returns its answer at once and appends commands for the server,
 which fetches them with `take_commands()`. The core does no I/O, reads no clock and uses no threads.
-Callers pass `now` in seconds of a monotonic clock, and must not call concurrently. A refused event
-raises a `CoreError` and changes nothing.
+Calls must not overlap; `now` is in monotonic seconds. A refused event raises `CoreError` only.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class StoreHandler:
         return StoreAnswer(store_id, bytes(statuses), slots, not_retained)
 
     def _affordable(self, session: EngineSession, blocks: list[Block]) -> list[Block]:
-        """Returns the leading blocks that the tenant's stores may pin; counts the others as dropped."""
+        """Returns the leading blocks that the tenant's stores may pin; counts the others."""
         if not blocks or not self._pin_budget.is_limited:
             return blocks
         left, count = self._pin_budget.left_for_stores(session.namespace.id), 0

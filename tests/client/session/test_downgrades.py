@@ -116,7 +116,7 @@ def test_a_port_behind_a_firewall(server: ServerProcess, caplog: pytest.LogCaptu
 
 
 def test_a_socket_that_is_removed_later(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
-    """Such as by a cleaner of temporary files: a call that needs a new connection uses gRPC, and says so."""
+    """As by a cleaner of temporary files: a call that needs a new connection uses gRPC."""
     with Client(server.endpoint, namespace=NAMESPACE) as client:
         wait_connected(client)
         calls = client._transport.session.calls

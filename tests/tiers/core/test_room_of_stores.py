@@ -1,4 +1,4 @@
-"""Room for stores: what stores in flight pin, and blocks that a store may evict in other classes."""
+"""Room for stores: what stores in flight pin, and which blocks a store evicts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_open_stores_of_a_tenant_pin_a_part(pieces: int) -> None:
 
 
 def test_a_completed_store_gives_its_room_back() -> None:
-    """Its blocks can be evicted: the tenant stores more than the memory, in turns, without a refusal."""
+    """Its blocks can be evicted: the tenant stores more than the memory without a refusal."""
     site = Site()
     for turn in range(8):
         site.store(site.alice, 1000 + turn * SLOTS, SLOTS // 2)
@@ -67,7 +67,7 @@ def test_a_completed_store_gives_its_room_back() -> None:
 
 
 def test_the_quota_of_another_tenant_stays_free_of_open_stores() -> None:
-    """A tenant with a quota can always store within it, although another one uses all free space."""
+    """A tenant with a quota stores within it, although another one uses all free space."""
     site = Site(Tenant("bob", BOB, {"cpu": EXTENT // 2}))
     answer = site.prepare(site.alice, 0, SLOTS)
     assert refused(answer) == SLOTS - int(0.75 * SLOTS / 2)
@@ -129,7 +129,7 @@ def test_stores_in_quarantine_count_until_their_slots_are_free(*, is_mapped: boo
 
 
 def test_a_store_finds_an_extent_behind_many_blocks_of_pinned_ones() -> None:
-    """A size without blocks gets the idle extent, although each older extent has a leased block."""
+    """A size without blocks gets the idle extent behind extents with a leased block."""
     in_extent, extents = 128, 4
     rig = Rig(extents=extents, extent_bytes=in_extent * 4096, eviction={"cpu": "lru"})
     names = keys(*range(in_extent * extents))
@@ -142,7 +142,7 @@ def test_a_store_finds_an_extent_behind_many_blocks_of_pinned_ones() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_store_is_refused_only_if_nothing_can_be_evicted(seed: int) -> None:
-    """Blocks of two sizes with random leases: a refusal means that each extent has a pinned block."""
+    """Two sizes, random leases: a refusal means that each extent has a pinned block."""
     rng, rig, refusals = random.Random(seed), Rig(extents=6, eviction={"cpu": "lru"}), 0
     sizes = {0: 4096, 1: 16384}
     for _ in range(200):

@@ -69,7 +69,7 @@ def leased_bytes(core: TierManager) -> Counter[bytes]:
 
 
 def granted_bytes(core: TierManager) -> tuple[Counter[bytes], Counter[bytes]]:
-    """Returns the bytes of the slots of stores by tenant: as counted, and as the stores have them."""
+    """Returns the bytes of the slots of stores by tenant: as counted, and as they are."""
     table, found = core.store_handler.table, Counter[bytes]()
     for store in table:
         found[tenant_of(store.owner.engine[0])] += sum(block.queue.size_class for block in store.blocks)
