@@ -2,7 +2,7 @@
 
 An event is a method call. The call returns its answer at once and appends commands for the server,
 which fetches them with `take_commands()`. The core does no I/O, reads no clock and uses no threads.
-Calls must not overlap; `now` is in monotonic seconds. A refused event raises `CoreError` only.
+Calls must not overlap. `now`: monotonic seconds. A refused event (`CoreError`) changes nothing.
 """
 
 from __future__ import annotations
