@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .effects import Transport
+from .operations import Operations
 from .session.fork_guard import ForkGuarded
 
 __all__ = ["ConnectionState"]
@@ -12,6 +13,7 @@ class ConnectionState(ForkGuarded):
     """Base class of both clients."""
 
     _transport: Transport
+    _operations: Operations
 
     @property
     def connected(self) -> bool:
@@ -33,7 +35,8 @@ class ConnectionState(ForkGuarded):
         """Causes for which the current session is slower than it could be; empty without any."""
         session = self._transport.session
         found = session.downgrades.copy() if session is not None else {}
-        return tuple(f"{what}: {why}".removeprefix("kvtier: ") for what, why in found.items())
+        own = filter(None, [self._operations.staging_refusal])
+        return (*(f"{what}: {why}".removeprefix("kvtier: ") for what, why in found.items()), *own)
 
     @property
     def transport(self) -> str | None:

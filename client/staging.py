@@ -33,6 +33,8 @@ class StagingPool(ForkGuarded):
         self._keep = keep
         self._lock = threading.Lock()
         self._free: list[_Buffer] = []
+        self.refusal = ""
+        """Why no further buffers are pinned."""
 
     @contextlib.contextmanager
     def lend(self, nbytes: int) -> Iterator[memoryview]:
@@ -42,8 +44,11 @@ class StagingPool(ForkGuarded):
             if buffer is None:
                 # Rounded up to a power of two, so that batches of similar size can reuse it.
                 buffer = _Buffer(1 << (max(nbytes, _SMALLEST_BYTES) - 1).bit_length(), self._pin)
-            if self._pin is not None and not buffer.pin():
+            refusal = buffer.pin() if self._pin is not None else ""
+            if refusal:
                 self._pin = None  # the driver would refuse the next buffers too
+                self.refusal = f"staging buffers are not pinned, so copies to and from the GPU are slower: {refusal}"
+                _log.warning("kvtier: %s", self.refusal)
             yield memoryview(buffer.memory)
         finally:
             if buffer is not None:
@@ -102,8 +107,8 @@ class _Buffer:
             # the next mapping at this address.
             weakref.finalize(self, self._pinning.close).atexit = False
 
-    def pin(self) -> bool:
-        """Pins the chunks that it may pin now; returns False if the driver refuses."""
+    def pin(self) -> str:
+        """Pins the chunks that it may pin now; returns why the driver refuses, or ""."""
         try:
             while self._pinning is not None and self._unpinned:
                 start = self._unpinned[-1]
@@ -112,9 +117,8 @@ class _Buffer:
                 self._unpinned.pop()
         except PinError as error:
             self._unpinned.clear()
-            _log.warning("kvtier: staging buffers are not pinned, so copies to and from the GPU are slower: %s", error)
-            return False
-        return True
+            return str(error)
+        return ""
 
     def close(self) -> None:
         """Unpins the buffer while it is still mapped."""

@@ -165,7 +165,7 @@ class Server:
         loop, config, closers = asyncio.get_running_loop(), self.config, self._closers
         started = loop.time()
 
-        access = load_access_control(config)
+        access = load_access_control(config, self.downgrades)
         sockets = claim_sockets(config, closers)
         peers = make_peer_tier(config)
         runtime = self._runtime = await open_runtime(config, closers, peers, self.downgrades)

@@ -171,9 +171,9 @@ class Listeners:
     turns: SliceScheduler
 
 
-def load_access_control(config: Config) -> AccessControl:
+def load_access_control(config: Config, downgrades: Downgrades) -> AccessControl:
     with _start_errors():
-        return AccessControl(config)
+        return AccessControl(config, downgrades)
 
 
 def claim_sockets(config: Config, closers: AsyncExitStack) -> list[SocketClaim]:

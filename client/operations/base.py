@@ -48,6 +48,11 @@ class Base:
     def close(self) -> None:
         self._staging.close()
 
+    @property
+    def staging_refusal(self) -> str:
+        """Why staging buffers are not pinned as the client asked; empty if they are."""
+        return self._staging.refusal
+
     def _request(self, make: type[Message], method: str, *, wait: float | None = None, **fields: Any) -> Operation[Any]:
         """Performs a call on the current session. `wait` and `fields` are fields of the request."""
         session: ClientSession = yield Connect(self._timeouts.connect)

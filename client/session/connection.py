@@ -13,13 +13,14 @@ import logging
 import os
 import random
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, get_args
 
 import grpc
 
-from ...cuda.host.pinning import Pin
+from ...cuda.host.pinning import Pin, PinError
 from ...cuda.host.warmup import warm_up
 from ...protos.credentials import Credentials
 from ...protos.endpoint import Endpoint
@@ -299,7 +300,7 @@ class SessionConnection(ForkGuarded):
             session.downgraded("kvtier: calls do not use the socket", calls.refusal)
         # If no thread can be started, only the first copies are slower.
         with contextlib.suppress(RuntimeError):
-            arguments = (attachment.region, attachment.pinning, lambda: session.ended)
+            arguments = (attachment.region, attachment.pinning, lambda: session.ended, _refused_by(session))
             threading.Thread(target=warm_up, args=arguments, name="kvtier-warmup", daemon=True).start()
         return session
 
@@ -326,6 +327,11 @@ class SessionConnection(ForkGuarded):
             self._changed.notify_all()
         if not known and not isinstance(error, Draining):
             _log.warning("kvtier: cannot open a session: %s", error)
+
+
+def _refused_by(session: ClientSession) -> Callable[[PinError], None]:
+    what: Slower = "kvtier: the region is not pinned, so copies to and from the GPU are slower"
+    return lambda error: session.downgraded(what, str(error))
 
 
 class _Heartbeats:

@@ -31,7 +31,10 @@ _log = logging.getLogger(__name__)
 _ATTACH_SECONDS = 2.0
 
 Slower = Literal[
-    "kvtier: shared memory is not used", "kvtier: streams do not use the socket", "kvtier: calls do not use the socket"
+    "kvtier: shared memory is not used",
+    "kvtier: streams do not use the socket",
+    "kvtier: calls do not use the socket",
+    "kvtier: the region is not pinned, so copies to and from the GPU are slower",
 ]
 """What a client lacks, as the beginning of a log line."""
 
@@ -139,6 +142,13 @@ class ClientSession(ForkGuarded):
     def recovered(self, what: Slower) -> None:
         self.downgrades.pop(what, None)
         self._warned.pop(what, None)
+
+    def calls_used(self, *, refusal: str | None) -> None:
+        """Called after a call over a socket, or over gRPC because of a `refusal`."""
+        if refusal is not None:
+            self.downgraded("kvtier: calls do not use the socket", refusal or "no connection")
+        elif self.downgrades:
+            self.recovered("kvtier: calls do not use the socket")
 
     def use_calls(self, calls: SocketCalls) -> None:
         """Uses `calls` for unary calls from now on and closes the previous sockets."""

@@ -198,7 +198,7 @@ class SocketCalls(SocketPool):
         """Until this time (monotonic) the client opens no connection, and calls use gRPC."""
         self._close_callbacks: list[Callable[[], object]] = []
         self.refusal = ""
-        """Why the last `prepare` failed."""
+        """Why the last attempt to connect failed."""
 
     def on_close(self, callback: Callable[[], object]) -> None:
         """Registers a callback that `close` runs. If this is closed already, runs it at once."""
@@ -248,6 +248,7 @@ class SocketCalls(SocketPool):
                 raise DeadlineExceeded(f"{name}: no answer within {timeout:g} s") from None
             if self._closed:  # None would make the caller use gRPC
                 raise SessionLost("the session has ended") from None
+            self.refusal = str(error) or type(error).__name__
             return None
         intact = False
         try:

@@ -128,7 +128,10 @@ class AsyncGrpcTransport(ForkGuarded):
     async def _call(self, method: str, request: Message, timeout: float) -> Any:
         calls = self._current_socket_calls()
         if calls is not None:
+            session = self._connection.session
             answer = await calls.call(method, serialize(request), timeout)
+            if session is not None:
+                session.calls_used(refusal=calls.calls.refusal if answer is None else None)
             if answer is not None:
                 return response_of(method, answer)
         return await self._calls[method](request, timeout=timeout)

@@ -110,7 +110,8 @@ class AsyncSocketCalls:
             writer.write(self.calls.target.hello(Purpose.CALLS, number))
             message_of(await connection.answer(number))
             accepted = not self._closed
-        except (OSError, EOFError, ValueError, KVTierError):
+        except (OSError, EOFError, ValueError, KVTierError) as error:
+            self.calls.refusal = str(error) or type(error).__name__
             return None
         finally:
             if writer is not None and not accepted:

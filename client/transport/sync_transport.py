@@ -102,6 +102,7 @@ class GrpcTransport(ForkGuarded):
         session, deadline = self._connection.session, time.monotonic() + timeout
         if session is not None and session.calls is not None:
             answer = session.calls.call(method, serialize(request), timeout)
+            session.calls_used(refusal=session.calls.refusal if answer is None else None)
             if answer is not None:
                 return response_of(method, answer)
         # The attempt to connect to the socket has taken a part of the time.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -12,8 +11,6 @@ from .pinning import PIN_CHUNK_BYTES, PinError, Pinning
 from .region import HostRegion, RegionError
 
 __all__ = ["warm_up"]
-
-_log = logging.getLogger(__name__)
 
 _Chunk: TypeAlias = tuple[int, int]  # offset, bytes
 
@@ -25,6 +22,7 @@ def warm_up(
     region: HostRegion,
     pinning: Pinning | None,
     over: Callable[[], bool],
+    refused: Callable[[PinError], object],
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Enters the region into this process's page table chunk by chunk, and pins it.
@@ -33,7 +31,8 @@ def warm_up(
     region. Chunks that are not backed yet are tried again every second. If a minute passes without
     progress, the remaining chunks are left out. A chunk is pinned only after it is backed.
     Otherwise pinning would allocate pages, and the kernel would count them against this process's
-    cgroup. Returns when all is done or ``over()`` is true.
+    cgroup. If the driver refuses to pin a chunk, calls ``refused`` and pins no more. Returns when
+    all is done or ``over()`` is true.
     """
     unbacked = [
         (start, min(PIN_CHUNK_BYTES, region.size_bytes - start))
@@ -45,18 +44,18 @@ def warm_up(
         while (unbacked or unpinned) and not over():
             left = [chunk for chunk in unbacked if region.populate(*chunk) < chunk[1]]
             if pinning is not None:
-                unpinned = _pin(pinning, unpinned + [chunk for chunk in unbacked if chunk not in left])
+                unpinned = _pin(pinning, unpinned + [chunk for chunk in unbacked if chunk not in left], refused)
             rounds = rounds + 1 if len(left) == len(unbacked) else 0
             unbacked = left if rounds < _ROUNDS else []
             if unbacked or unpinned:
                 sleep(_ROUND_SECONDS)
 
 
-def _pin(pinning: Pinning, chunks: Sequence[_Chunk]) -> list[_Chunk]:
+def _pin(pinning: Pinning, chunks: Sequence[_Chunk], refused: Callable[[PinError], object]) -> list[_Chunk]:
     """Pins chunks; returns those that must be tried again."""
     try:
         return [chunk for chunk in chunks if not pinning.pin(*chunk)]
     except PinError as error:
         pinning.give_up()
-        _log.warning("kvtier: the region is not pinned, so copies to and from the GPU are slower: %s", error)
+        refused(error)
         return []

@@ -11,6 +11,7 @@ import grpc
 from ...protos.wire.socket_frames import CALLS_PROTOCOL
 from ..config.schema import Config
 from ..refused import Refused
+from ..telemetry.downgrades import Downgrades, Report
 from ..telemetry.logs import get_logger
 from .audit_log import AuditLog
 from .certificates import pem_names
@@ -58,7 +59,9 @@ class Authenticator:
     the previous tokens stay valid.
     """
 
-    def __init__(self, config: Config, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, config: Config, clock: Callable[[], float] = time.time, report: Report = lambda _: None) -> None:
+        """`report`: why the tokens in use are not those of the file."""
+        self._report = report
         self._path = config.auth.tokens
         self._required_on_unix = config.auth.unix
         self._clock = clock
@@ -121,9 +124,11 @@ class Authenticator:
             if str(error) != self._refusal:
                 _log.error("the tokens cannot be read; the previous tokens stay valid", error=str(error))
             self._refusal = str(error)
+            self._report(f"the tokens cannot be read; the previous tokens stay valid: {error}")
             self._file_version = ()  # read again, because a directory's mode may be the fault
         else:
             self._refusal = ""
+            self._report("")
             _log.info("tokens read again", path=str(self._path), tokens=len(self._token_file.tokens))
 
     def may_see_metrics(self, header: str | None) -> bool:
@@ -143,16 +148,23 @@ class AccessControl:
     Without authentication `authenticator` and `authorize` are None, so calls have no extra cost.
     """
 
-    def __init__(self, config: Config) -> None:
-        tls = config.tls
+    def __init__(self, config: Config, downgrades: Downgrades | None = None) -> None:
+        tls, downgrades = config.tls, downgrades or Downgrades()
+        remedy = "kvtier doctor --only trust; docs/security.md#tls"
         try:
             self.credentials: grpc.ServerCredentials | None = (
-                server_credentials(str(tls.cert), str(tls.key), str(tls.client_ca) if tls.client_ca else None)
+                server_credentials(
+                    str(tls.cert),
+                    str(tls.key),
+                    str(tls.client_ca) if tls.client_ca else None,
+                    downgrades.reporter("credentials", remedy, subject="certificate"),
+                )
                 if tls.cert is not None and tls.key is not None
                 else None
             )
             """Credentials of the gRPC endpoints over TCP; None without TLS."""
-            self.authenticator = Authenticator(config) if config.authenticates else None
+            report = downgrades.reporter("credentials", remedy, subject="tokens")
+            self.authenticator = Authenticator(config, report=report) if config.authenticates else None
             self.tls: ServerContext | None = (
                 ServerContext(
                     str(tls.cert), str(tls.key), str(tls.client_ca) if tls.client_ca else None, CALLS_PROTOCOL

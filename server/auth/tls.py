@@ -11,7 +11,7 @@ import logging
 import os
 import ssl
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,13 +76,16 @@ def read_files(cert: str, key: str, client_ca: str | None) -> TlsFiles:
     return TlsFiles(cert_pem, key_pem, roots, out_of_date, expires, ca_expires)
 
 
-def server_credentials(cert: str, key: str, client_ca: str | None) -> grpc.ServerCredentials:
+def server_credentials(
+    cert: str, key: str, client_ca: str | None, report: Callable[[str], object] = lambda _: None
+) -> grpc.ServerCredentials:
     """Returns credentials that are loaded again when the PEM files change.
 
-    With `client_ca` each client must have a certificate. Raises `TlsError` if a file is missing, or
-    if key and certificate do not match.
+    With `client_ca` each client must have a certificate. `report`: why the certificate in use is
+    not the configured one, or why clients will refuse it. Raises `TlsError` if a file is missing,
+    or if key and certificate do not match.
     """
-    files = _Files(cert, key, client_ca)
+    files = _Files(cert, key, client_ca, report)
 
     def changed() -> Any:  # None for "unchanged", which grpc's types do not allow
         loaded = files.load_changed()
@@ -132,7 +135,10 @@ class ServerContext:
 class _Files:
     """The files and their version in use. Thread-safe: gRPC calls `load_changed` on its threads."""
 
-    def __init__(self, cert: str, key: str, client_ca: str | None) -> None:
+    def __init__(
+        self, cert: str, key: str, client_ca: str | None, report: Callable[[str], object] = lambda _: None
+    ) -> None:
+        self._report = report
         self._cert = cert
         self._key = key
         self._client_ca = client_ca
@@ -145,8 +151,10 @@ class _Files:
         except OSError as error:
             raise TlsError(f"TLS with {self._cert} and {self._key}: {_describe(error)}") from None
         read = read_files(self._cert, self._key, self._client_ca)
-        if read.out_of_date:
-            _log.warning("clients will refuse the certificate %s: %s", self._cert, read.out_of_date)
+        cause = f"clients will refuse the certificate {self._cert}: {read.out_of_date}" if read.out_of_date else ""
+        if cause:
+            _log.warning(cause)
+        self._report(cause)
         return read
 
     def load_changed(self) -> TlsFiles | None:
@@ -157,7 +165,9 @@ class _Files:
                     return None
                 loaded = self.load()
             except (OSError, TlsError) as error:
-                _log.error("a new certificate cannot be used; the previous one stays in use: %s", error)
+                cause = f"a new certificate cannot be used; the previous one stays in use: {error}"
+                _log.error(cause)
+                self._report(cause)
                 return None
             _log.info("a new certificate is in use: %s", self._cert)
             return loaded

@@ -282,9 +282,9 @@ class BrokerClient:
                 return message
         os._exit(0)  # the server has ended
 
-    def listening(self) -> None:
+    def listening(self, slower: str = "") -> None:
         """Reports that this process serves. Then the server passes connections."""
-        self.send(Listening())
+        self.send(Listening(slower))
 
     def start(self) -> None:
         """Starts the reading thread, and one that ends slow streams."""

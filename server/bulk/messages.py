@@ -91,6 +91,9 @@ class Pong(_Message, frozen=True):
 class Listening(_Message, frozen=True):
     """First message of the child: it serves connections from now on."""
 
+    slower: str = ""
+    """Why streams may delay calls; empty if they do not."""
+
 
 class Caller(msgspec.Struct, frozen=True, array_like=True):
     """Session that a connection belongs to, and the credentials of its client."""

@@ -352,9 +352,11 @@ def main(socket_fd: int, region_fd: int, handover_fd: int, *listener_fds: int) -
     setup = broker.setup()
     broker.start()  # without the nice value, so that busy streams do not delay its answers
     try:
+        slower = ""
         os.nice(_NICE)  # before the other threads start, because threads inherit it
     except OSError as error:  # a sandbox may forbid it
-        _log.warning("streams may delay calls, because the bulk process has the priority of the server: %s", error)
+        slower = f"streams may delay calls, because the bulk process has the priority of the server: {error}"
+        _log.warning(slower)
     tune_malloc()
     sys.setswitchinterval(1e-4)  # as in the server: see `serve`
     region = HostRegion.attach(region_fd, setup.region_bytes)
@@ -365,7 +367,7 @@ def main(socket_fd: int, region_fd: int, handover_fd: int, *listener_fds: int) -
     server = StreamServer(broker, region, setup.limits, socket.socket(fileno=handover_fd), tls)
     for descriptor in listener_fds:
         server.serve(socket.socket(fileno=descriptor))
-    broker.listening()
+    broker.listening(slower)
     server.receive_connections()
 
 

@@ -219,6 +219,9 @@ class BulkProcess:
         if isinstance(message, Listening):
             self._handover = handover
             self._downgrades.end("streams")
+            if message.slower:
+                remedy = "permit the system call setpriority"
+                self._downgrades.report("streams", message.slower, remedy, subject="priority", is_logged=False)
             _log.info("bulk process serves", pid=self._child and self._child.pid, port=self._port)
         elif isinstance(message, Pong):
             self._answers += 1

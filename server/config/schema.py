@@ -76,7 +76,8 @@ class LeaseConfig(msgspec.Struct, frozen=True, kw_only=True):
         float, _duration("Longest lease duration per grant or renewal. Longer requests get this duration.", 0.1, _DAY)
     ] = 600.0
     part: Annotated[
-        float, _setting("Fraction of its quota, or of the rest, that a tenant's leases can pin.", ge=0.1, le=1)
+        float,
+        _setting("Fraction of its quota, or of the rest, that a tenant's leases or stores can pin.", ge=0.1, le=1),
     ] = 0.75
 
 

@@ -18,6 +18,7 @@ import msgspec
 from ...protos.trusted_files import open_trusted
 from ..auth.tokens import ANY_TENANT, explain_problem, file_version
 from ..config.tenants import tenant_tag
+from ..telemetry.downgrades import Report
 from ..telemetry.logs import get_logger
 from .reader_sockets import PublisherError
 
@@ -51,8 +52,10 @@ class ReaderKeyFile:
     If the file changes later and cannot be used, the previous readers stay permitted.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, report: Report = lambda _: None) -> None:
+        """`report`: why the keys in use are not those of the file."""
         _require_curve(path)
+        self._report = report
         self._path = path
         self._version = file_version(path)
         self._refusal = ""
@@ -70,12 +73,16 @@ class ReaderKeyFile:
                 if str(error) != self._refusal:
                     _log.error("the keys of readers cannot be read; the previous keys stay in use", error=str(error))
                 self._refusal = str(error)
+                self._report(f"the keys of readers cannot be read; the previous keys stay in use: {error}")
                 self._version = ()  # read again, because a directory's mode may be the fault
             else:
                 self._refusal = ""
+                self._report("")
                 _log.info("keys of readers read again", readers=len(self._readers))
                 if secret != self.secret:
-                    _log.warning("the publisher uses its new secret key after a restart", path=str(self._path))
+                    cause = "the publisher uses its new secret key after a restart"
+                    _log.warning(cause, path=str(self._path))
+                    self._report(f"{cause} ({self._path})")
         return self._readers
 
 

@@ -39,7 +39,8 @@ class ReaderProcess:
         self._untaken = 0
         self._room = asyncio.Event()
         with contextlib.ExitStack() as opened:
-            self._keys = None if config.keys is None else ReaderKeyFile(config.keys)
+            report = self._downgrades.reporter("events", "docs/events.md#publisher-of-the-server", subject="keys")
+            self._keys = None if config.keys is None else ReaderKeyFile(config.keys, report)
             self._sockets = [
                 opened.enter_context(contextlib.closing(ReaderSocket(address)))
                 for address in (config.publish, config.replay)
@@ -121,7 +122,12 @@ class ReaderProcess:
                 child.send({"keys": _as_text(readers)})
             await asyncio.sleep(_KEYS_SECONDS)
 
-    def _take(self, _header: dict[str, Any], _body: bytes) -> None:
+    def _take(self, header: dict[str, Any], _body: bytes) -> None:
+        if "slower" in header:
+            self._downgrades.report(
+                "events", header["slower"], "permit the system call setpriority", subject="priority", is_logged=False
+            )
+            return
         self._untaken -= 1
         self._room.set()
 

@@ -227,7 +227,9 @@ def main(socket_fd: int, publish_fds: Sequence[int], replay_fds: Sequence[int] =
     try:
         os.nice(_NICE)
     except OSError as error:  # a sandbox may forbid it
-        _log.warning("readers of events may delay calls, because their process has the server's priority: %s", error)
+        cause = f"readers of events may delay calls, because their process has the server's priority: {error}"
+        _log.warning(cause)
+        channel.send({"slower": cause})
     setup, _ = next(iter(channel))
     _limit_resources(setup["max_readers"], setup["buffers"] * setup["buffer"])
     listeners: list[tuple[int, type[ReaderConnection]]] = [(fd, SubscriberConnection) for fd in publish_fds]

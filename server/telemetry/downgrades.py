@@ -7,18 +7,20 @@ status, `kvtier doctor` and the metric `kvtier_downgrades` show it until it ends
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from .logs import get_logger
 
-__all__ = ["FEATURES", "Downgrade", "Downgrades", "Feature"]
+__all__ = ["FEATURES", "Downgrade", "Downgrades", "Feature", "Report"]
 
 _log = get_logger(__name__)
 
 Feature = Literal[
     "configuration",
     "crash_report",
+    "credentials",
     "devices",
     "events",
     "grpc",
@@ -32,6 +34,9 @@ Feature = Literal[
     "tracing",
 ]
 """What is affected. `configuration`: what a setting permits or turns off."""
+
+Report = Callable[[str], object]
+"""Reports the cause of one downgrade, whose code logs it; an empty cause ends the downgrade."""
 
 FEATURES: Final[tuple[str, ...]] = get_args(Feature)
 _MAX_CAUSE_CHARACTERS = 500
@@ -71,6 +76,17 @@ class Downgrades:
         """Removes a downgrade, if there is one."""
         with self._lock:
             self._known.pop((feature, subject), None)
+
+    def reporter(self, feature: Feature, remedy: str, *, subject: str) -> Report:
+        """Returns the function by which code that does not know this registry reports."""
+
+        def report(cause: str) -> None:
+            if cause:
+                self.report(feature, cause, remedy, subject=subject, is_logged=False)
+            else:
+                self.end(feature, subject)
+
+        return report
 
     def all(self) -> list[Downgrade]:
         """Returns the current downgrades in the order of their beginning."""

@@ -93,6 +93,24 @@ def test_pinned_blocks(site: Site) -> None:
         _is_served(victim)
 
 
+def test_open_stores(site: Site) -> None:
+    """The attacker begins stores on all slots and completes none; the victim loads and stores."""
+    namespace = namespace_of(PART, tenant="acme")
+    raw = RawSession(site.server.tcp, namespace, engine_id="hoarder", credentials=site.credentials("acme-far"))
+    try:
+        for start in range(0, 2 * BLOCKS, BLOCKS // 4):
+            keys = [key_of(number, salt="open") for number in range(start, start + BLOCKS // 4)]
+            request = cache_pb2.PrepareStoreRequest(session=raw.ref, keys=keys)
+            raw.cache.PrepareStore(request, timeout=TIMEOUT)
+        assert site.server.status().stores > 0
+        with _client(site, "zeta-engine") as victim:
+            keys = [key_of(next(SALTS), salt="fresh") for _ in range(8)]
+            assert StoreStatus.NO_ROOM not in victim.store(keys, [payload(key, PART) for key in keys])
+            _is_served(victim)
+    finally:
+        raw.end()
+
+
 def test_many_waiting_lookups(site: Site) -> None:
     """Forty lookups of the attacker wait for room when the victim's arrives."""
     with (

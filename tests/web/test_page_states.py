@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from web.browser import Browser
 
 from kvtier.protos.v1.admin_pb2 import (
+    Downgrade,
     GetStatusResponse,
     HandoffTotals,
     HitRatioEstimate,
@@ -47,6 +48,10 @@ def busy() -> GetStatusResponse:
         quarantined_bytes=3 << 20,
         namespaces=4,
         holds=7,
+        downgrades=[
+            Downgrade(feature="streams", cause="the bulk process does not run: it ended", remedy="see the log lines"),
+            Downgrade(feature="shared_memory", cause="1 sessions have not mapped the shared memory: worker (pid 7)"),
+        ],
         held_bytes=5 << 30,
         lookup_keys=1_000_000,
         misses=[
@@ -151,18 +156,22 @@ def test_tier_in_trouble(serve: Serve, browser: Browser) -> None:
 
 
 def test_text_is_never_markup(serve: Serve, browser: Browser) -> None:
-    """Names of engines and tiers are shown as text; no markup in them runs."""
+    """Names of engines and tiers, and causes, are shown as text; no markup in them runs."""
 
     def hostile() -> GetStatusResponse:
         session = SessionStatus(client_name=HOSTILE, engine_id=HOSTILE, transport=HOSTILE, model=HOSTILE)
         tier = TierStatus(name=HOSTILE, type=HOSTILE, trouble=HOSTILE, estimates=curve(0, 1))
-        return GetStatusResponse(server_version=HOSTILE, tiers=[tier], sessions=[session], lookup_keys=1)
+        downgrade = Downgrade(feature=HOSTILE, cause=HOSTILE, remedy=HOSTILE)
+        return GetStatusResponse(
+            server_version=HOSTILE, tiers=[tier], sessions=[session], lookup_keys=1, downgrades=[downgrade]
+        )
 
     open_page(browser, serve(hostile))
     assert browser.run("return document.title").startswith("kvtier 127.0.0.1:")
     assert browser.run("return document.querySelectorAll('img').length") == 1, "its own sign"
     assert HOSTILE in browser.text("#sessions [data-name=model]")
     assert HOSTILE in browser.text("#notice")
+    assert HOSTILE in browser.text("#downgrades [data-name=cause]")
     assert browser.console_messages() == []
 
 
@@ -227,6 +236,21 @@ def test_every_trouble_has_a_line(serve: Serve, browser: Browser) -> None:
     browser.screenshot("troubles")
 
 
+def test_downgrades_begin_and_end(serve: Serve, browser: Browser) -> None:
+    """Each downgrade has a row with its cause and remedy; without any, there is no section."""
+    status = busy()
+    open_page(browser, serve(lambda: status))
+    rows = "#downgrades tbody tr"
+    assert browser.run(f"return document.querySelectorAll('{rows}').length") == 2
+    assert browser.text(f"{rows}:nth-child(1)").split("\t") == [
+        "streams", "the bulk process does not run: it ended", "see the log lines",
+    ]  # fmt: skip
+    assert browser.text(f"{rows}:nth-child(2)").startswith("shared memory")
+    assert browser.text("#h-downgrades") == "Downgrades 2"
+    del status.downgrades[:]
+    browser.wait(lambda: not browser.visible("#downgrades-panel"), "an ended downgrade is still shown")
+
+
 def test_policy_is_enforced(serve: Serve, browser: Browser) -> None:
     """Content-Security-Policy: injected scripts could neither run nor connect elsewhere."""
     open_page(browser, serve())
@@ -279,6 +303,7 @@ def test_nothing_yet(serve: Serve, browser: Browser) -> None:
     for name in ("curve-none", "misses-none", "sessions-none", "handoffs-none"):
         assert browser.visible(f"#{name}"), name
     assert not browser.visible("#tenants-panel")
+    assert not browser.visible("#downgrades-panel")
     assert "NaN" not in browser.text("body")
     assert "undefined" not in browser.text("body")
     browser.screenshot("empty")

@@ -101,6 +101,8 @@ class InFlightStores:
 
     cpu_tier: CpuTier
     new_ids: Iterator[int]
+    granted_bytes: Counter[bytes] = field(default_factory=Counter)
+    """Bytes of the slots of stores in flight and in quarantine, by the tag of the tenant."""
     begun: int = 0
     """Number of stores that have begun so far."""
     by_grant: dict[tuple[bytes, int], StoreId] = field(default_factory=dict)
@@ -151,6 +153,22 @@ class InFlightStores:
             raise LimitExceeded(f"the tenant has {MAX_STORES} stores that are not completed")
         return None
 
+    def add_blocks(self, store: Store, blocks: Sequence[Block]) -> None:
+        """Adds blocks, each with a granted slot, to a store."""
+        store.blocks += blocks
+        self._count_bytes(store.owner.engine, sum(map(_slot_bytes, blocks)))
+
+    def take_blocks(self, store: Store, blocks: Sequence[Block], *, tail: bool = False) -> None:
+        """Removes the first blocks of a store, or its last ones, whose slots it no longer has."""
+        store.blocks = store.blocks[: -len(blocks)] if tail else store.blocks[len(blocks) :]
+        self._count_bytes(store.owner.engine, -sum(map(_slot_bytes, blocks)))
+
+    def _count_bytes(self, engine: EngineKey, change: int) -> None:
+        tenant = tenant_of(engine[0])
+        self.granted_bytes[tenant] += change
+        if not self.granted_bytes[tenant]:
+            del self.granted_bytes[tenant]
+
     def _count(self, engine: EngineKey, change: int) -> None:
         tenant = tenant_of(engine[0])
         self._per_tenant[tenant] += change
@@ -190,6 +208,7 @@ class InFlightStores:
         else:
             entry.offsets += offsets
             entry.nbytes += nbytes
+            self._count_bytes(entry.engine, self.cpu_tier.memory.slot_bytes_of(offsets))
 
     def writer_gone(self, writer: int) -> None:
         for store_id, entry in list(self._quarantine.items()):
@@ -221,4 +240,9 @@ class InFlightStores:
             ended = self._quarantine.pop(store_id)
             self.by_grant.pop(ended.grant, None)
             self._count(ended.engine, -1)
+            self._count_bytes(ended.engine, -self.cpu_tier.memory.slot_bytes_of(ended.offsets))
             self.cpu_tier.release(ended.offsets)
+
+
+def _slot_bytes(block: Block) -> int:
+    return block.queue.size_class

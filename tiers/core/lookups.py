@@ -22,6 +22,7 @@ from .placement import Placement
 from .prefetches import PrefetchAnswer, PrefetchProgress
 from .room_queue import RoomQueue
 from .secondary import Presence
+from .shares import PinBudget
 from .transfers import TransferScheduler
 
 __all__ = ["LookupHandler"]
@@ -53,18 +54,12 @@ class LookupHandler:
     ) -> None:
         """`continue_if`: if its argument is True, `leases.unpin_slice` is called later.
 
-        For `leased_part` see `Placement`.
+        For `leased_part` see `PinBudget`.
         """
         self.leases = LeaseTable(cpu_tier, new_ids)
         self.room = RoomQueue(cpu_tier, commands)
-        self._placement = Placement(
-            cpu_tier=cpu_tier,
-            transfers=transfers,
-            leases=self.leases,
-            room=self.room,
-            region_bytes=region_bytes,
-            leased_part=leased_part,
-        )
+        self.pin_budget = PinBudget(cpu_tier.queues.shares, region_bytes, leased_part, self.leases.leased_bytes)
+        self._placement = Placement(cpu_tier=cpu_tier, transfers=transfers, room=self.room, pin_budget=self.pin_budget)
         self.prefetches = self._placement.prefetches
         self.fetch = self._placement.fetch
         self.drop_promotion = self._placement.drop_promotion

@@ -2,8 +2,7 @@
 
 An event is a method call. The call returns its answer at once and appends commands for the server,
 which fetches them with `take_commands()`. The core does no I/O, reads no clock and uses no threads.
-Callers pass `now` in seconds of a monotonic clock, and must not call concurrently. A refused event
-raises a `CoreError` and changes nothing.
+Calls must not overlap. `now`: monotonic seconds. A refused event (`CoreError`) changes nothing.
 """
 
 from __future__ import annotations
@@ -163,6 +162,7 @@ class TierManager:
             completions=self._completions,
             history=self._history,
             miss_ratio_curves=self._miss_ratio_curves,
+            pin_budget=self._lookups.pin_budget,
             new_ids=new_ids,
             continue_if=self._sliced_work.continue_if,
         )

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from ..base import NamespaceId
-from ..eviction.quotas import TenantShare
-from ..types import MissReason, tenant_of
+from ..types import MissReason
 from .block import Block
 from .cpu_tier import CpuTier
-from .leases import LeaseTable, SlicedLookup
+from .leases import SlicedLookup
 from .miss_explainer import LookupMatch
 from .prefetches import PrefetchBudget
 from .room_queue import RoomQueue
 from .secondary import Presence, SecondaryTierState
+from .shares import PinBudget
 from .transfers import TransferScheduler
 
 __all__ = ["Placement"]
@@ -32,20 +32,15 @@ class Placement:
         *,
         cpu_tier: CpuTier,
         transfers: TransferScheduler,
-        leases: LeaseTable,
         room: RoomQueue,
-        region_bytes: int,
-        leased_part: float,
+        pin_budget: PinBudget,
     ) -> None:
-        """`leased_part`: part of its quota, or of the rest, that a tenant's leases may pin."""
         self.prefetches = PrefetchBudget(cpu_tier.memory)
         self._cpu_tier = cpu_tier
         self._transfers = transfers
         self._residency = transfers.residency
-        self._leases = leases
         self._room = room
-        self._leased_part = leased_part
-        self._free_bytes = region_bytes - sum(share.quota for share in cpu_tier.queues.shares)
+        self._pin_budget = pin_budget
 
     def must_queue(self, lookup: SlicedLookup) -> bool:
         """Returns whether a lookup that needs room comes after lookups that wait for room."""
@@ -137,15 +132,11 @@ class Placement:
         block.written = 0
         self._cpu_tier.release([self._cpu_tier.detach_slot(block, rank) for rank in ranks])
 
-    def _bound(self, share: TenantShare) -> int:
-        return int(self._leased_part * (share.quota or self._free_bytes))
-
     def _first_over_budget(self, lookup: SlicedLookup, match: LookupMatch) -> int | None:
         """Returns the position of the first block that the tenant's leases must not pin, if any."""
-        if self._leased_part >= 1 or lookup.prefetch is not None or not match.items:
+        if not self._pin_budget.is_limited or lookup.prefetch is not None or not match.items:
             return None
-        namespace = lookup.session.namespace.id
-        left = self._bound(self._cpu_tier.queues.shares.of(namespace)) - self._leases.leased_bytes[tenant_of(namespace)]
+        left = self._pin_budget.left_for_leases(lookup.session.namespace.id)
         spec = lookup.session.namespace
         largest = self._cpu_tier.memory.slot_bytes_for(max(spec.part_bytes), spec.world_size) * spec.world_size
         if left >= largest * len(match.items):
@@ -163,8 +154,9 @@ class Placement:
         Otherwise the lookup would wait in vain.
         """
         mine = {*match.items[: first + 1], *(lookup.lease.items if lookup.lease is not None else ())}
-        share = self._cpu_tier.queues.shares.of(lookup.session.namespace.id)
-        most = min(self._bound(share), self._cpu_tier.memory.available_bytes)
+        namespace = lookup.session.namespace.id
+        share = self._cpu_tier.queues.shares.of(namespace)
+        most = min(self._pin_budget.lease_bound(namespace), self._cpu_tier.memory.available_bytes)
         nbytes: int = sum(block.allocated_bytes for block in mine if block is not None)
         return nbytes <= most and not (share.limit is not None and nbytes > share.limit)
 

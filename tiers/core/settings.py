@@ -29,7 +29,7 @@ class TierSettings:
         held_part: fraction of each quota and of the memory without quota in the CPU tier that holds
             may pin.
         leased_part: fraction of a quota, or of the memory without quota in the CPU tier, that the
-            leases of one tenant may pin.
+            leases of one tenant may pin; see `PinBudget` for stores.
         spare_part: largest fraction of the CPU tier that is freed in advance of a store.
         max_holds: limit for the holds of one tenant.
         estimates: whether to estimate the hit ratio of other tier sizes.

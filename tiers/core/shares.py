@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
-__all__ = ["affordable"]
+from ..base import NamespaceId
+from ..eviction.quotas import Quotas
+from ..types import tenant_of
+
+__all__ = ["PinBudget", "affordable"]
 
 
 def affordable(sizes: Iterable[int], *, free: int, own: int) -> int:
@@ -22,3 +27,42 @@ def affordable(sizes: Iterable[int], *, free: int, own: int) -> int:
         own += nbytes
         count += 1
     return count
+
+
+class PinBudget:
+    """Limit of the bytes of the CPU tier that the leases and the stores of one tenant pin.
+
+    Leases pin at most the part `leased_part` of the tenant's quota, or of the space without quotas.
+    Stores pin at most the tenant's quota, or this part of the space without quotas if that is more.
+    Together they pin at most half of the rest of this space more. So leases leave room for the
+    tenant's own stores, and both leave room for other tenants.
+    """
+
+    def __init__(self, shares: Quotas, region_bytes: int, leased_part: float, leased: Mapping[bytes, int]) -> None:
+        """`leased`: bytes of the blocks that leases pin, by the tag of the tenant."""
+        self.stored: Counter[bytes] = Counter()
+        """Bytes of the slots of stores in flight and in quarantine, by the tag of the tenant."""
+        self.is_limited = leased_part < 1
+        self._shares = shares
+        self._part = leased_part
+        self._free_bytes = region_bytes - sum(share.quota for share in shares)
+        self._leased = leased
+
+    def lease_bound(self, namespace: NamespaceId) -> int:
+        return int(self._part * (self._shares.of(namespace).quota or self._free_bytes))
+
+    def left_for_leases(self, namespace: NamespaceId) -> int:
+        tenant = tenant_of(namespace)
+        return min(self.lease_bound(namespace) - self._leased.get(tenant, 0), self._left_for_both(namespace))
+
+    def left_for_stores(self, namespace: NamespaceId) -> int:
+        own = self._bound(namespace, self._part) - self.stored[tenant_of(namespace)]
+        return min(own, self._left_for_both(namespace))
+
+    def _left_for_both(self, namespace: NamespaceId) -> int:
+        tenant = tenant_of(namespace)
+        bound = self._bound(namespace, (1 + self._part) / 2)
+        return bound - self._leased.get(tenant, 0) - self.stored[tenant]
+
+    def _bound(self, namespace: NamespaceId, part: float) -> int:
+        return max(self._shares.of(namespace).quota, int(part * self._free_bytes))

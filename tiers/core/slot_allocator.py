@@ -88,10 +88,25 @@ class SlotAllocator:
                 self._give_back(extent)
 
     def in_use(self, extent: Extent) -> set[int]:
-        return set(self._slots_of(extent)).difference(extent.free)
+        return set(self.slots_of(extent)).difference(extent.free)
 
     def extent_at(self, offset: int) -> Extent:
         return self._extents[offset // self.extent_bytes]
+
+    def extents_after(self, extent: Extent | None) -> list[Extent]:
+        """Returns all extents in the order of their offsets, but those after `extent` first."""
+        extents = list(self._extents.values())
+        start = 0 if extent is None else extents.index(extent) + 1
+        return extents[start:] + extents[:start]
+
+    def slots_of(self, extent: Extent) -> range:
+        """Returns the offsets of all slots of an extent; empty if it belongs to no class."""
+        last = extent.offset + self.extent_bytes - extent.slot_bytes
+        return range(extent.offset, last + 1, extent.slot_bytes) if extent.slot_bytes else range(0)
+
+    def slot_bytes_of(self, offsets: Iterable[int]) -> int:
+        """Returns the size of slots in use."""
+        return sum(self.extent_at(offset).slot_bytes for offset in offsets)
 
     def free_slots(self, slot_bytes: int) -> int:
         """Returns how many slots a class can get without an eviction."""
@@ -106,14 +121,9 @@ class SlotAllocator:
             return None
         extent = self._unclaimed.pop()
         extent.slot_bytes = slot_bytes
-        extent.free = list(self._slots_of(extent))[::-1]
+        extent.free = list(self.slots_of(extent))[::-1]
         self._with_room.setdefault(slot_bytes, {})[extent] = None
         return extent
-
-    def _slots_of(self, extent: Extent) -> range:
-        """Returns the offsets of all slots of an extent; empty if it belongs to no class."""
-        last = extent.offset + self.extent_bytes - extent.slot_bytes
-        return range(extent.offset, last + 1, extent.slot_bytes) if extent.slot_bytes else range(0)
 
     def _is_full(self, extent: Extent) -> None:
         """Removes an extent from those with room, and its class if that was the last one."""

@@ -22,6 +22,8 @@ __all__ = ["SlotReclaimer"]
 
 _EXTENT_CANDIDATES = 256
 """How many victims of another class are examined to find an extent."""
+_SEARCHED_SLOTS = 8192
+"""How many slots are examined if there is no other victim: 1 ms. The next search goes on there."""
 
 
 class SlotReclaimer:
@@ -30,6 +32,8 @@ class SlotReclaimer:
         self._memory = memory
         self._lines = queues
         self._owners = owners
+        self._searched: Extent | None = None
+        """The extent at which the last search of `_any_idle_extent` ended."""
 
     def victims(self, share: TenantShare, slot_bytes: int, count: int) -> list[Block]:
         """Returns blocks whose eviction frees some of `count` slots, or an extent; may be empty."""
@@ -44,7 +48,8 @@ class SlotReclaimer:
         chosen = self._chosen(share, slot_bytes, count)
         if len(self._lines.all()) == 1:
             return chosen  # there is no other class to take an extent from
-        return self._idle_extent(share, slot_bytes, self._oldest(share, slot_bytes) if chosen else None) or chosen
+        idle = self._idle_extent(share, slot_bytes, self._oldest(share, slot_bytes) if chosen else None)
+        return idle or chosen or self._any_idle_extent(share, slot_bytes)
 
     def declined(self, share: TenantShare, slot_bytes: int, count: int, new: Collection[Block]) -> list[Block]:
         """Returns the new blocks that would be among the victims, if a share needed `count` slots.
@@ -107,6 +112,31 @@ class SlotReclaimer:
                 if blocks:
                     return blocks
         return None
+
+    def _any_idle_extent(self, share: TenantShare, slot_bytes: int) -> list[Block]:
+        """Returns the blocks of any extent of another class whose blocks can all be evicted.
+
+        The next victims of that class can all be in extents with a pinned block.
+        """
+        if slot_bytes > self._memory.extent_bytes:
+            return []
+        examined = 0
+        for extent in self._memory.extents_after(self._searched):
+            if extent.slot_bytes in (0, slot_bytes):
+                continue
+            self._searched = extent
+            for number, owner in enumerate(map(self._owners.get, self._memory.slots_of(extent)), start=1):
+                if owner is not None and (owner.pins or owner.retained):
+                    examined += number
+                    break
+            else:
+                examined += self._memory.extent_bytes // extent.slot_bytes
+                blocks = self._owners_of(extent)
+                if blocks and _all_evictable(blocks, share):
+                    return blocks
+            if examined >= _SEARCHED_SLOTS:
+                break
+        return []
 
     def _blocks_of_extent(self, block: Block, share: TenantShare, blocked: set[int]) -> list[Block] | None:
         """Returns all blocks of an extent that has a slot of `block`, if all are evictable.

@@ -15,6 +15,7 @@ from .conversations import ConversationTable
 from .cpu_tier import CpuTier
 from .in_flight_stores import InFlightStores, Store
 from .requests import Request, RequestTable
+from .shares import PinBudget
 from .transfers import TransferScheduler
 
 __all__ = ["StoreHandler"]
@@ -35,11 +36,13 @@ class StoreHandler:
         completions: CompletionHandler,
         history: EvictionHistory,
         miss_ratio_curves: MissRatioCurves | None,
+        pin_budget: PinBudget,
         new_ids: Iterator[int],
         continue_if: Callable[[bool], None],
     ) -> None:
         """`continue_if`: if its argument is True, `unpin_slice` is called later."""
-        self.table = InFlightStores(cpu_tier, new_ids)
+        self.table = InFlightStores(cpu_tier, new_ids, pin_budget.stored)
+        self._pin_budget = pin_budget
         self._cpu_tier = cpu_tier
         self._transfers = transfers
         self._requests = requests
@@ -90,7 +93,8 @@ class StoreHandler:
             store.user = owner.user or store
         user = owner.user if store is None else store.user
         declined = self._declined(found, wanted, owner) if not retain_until else None
-        self._cpu_tier.reserve([block for block in wanted if block not in declined] if declined else list(wanted), rank)
+        admitted = [block for block in wanted if block not in declined] if declined else list(wanted)
+        self._cpu_tier.reserve(self._affordable(session, admitted), rank)
         granted, slots = self._grant(wanted, rank)
         refused = dict.fromkeys(block for block in wanted if block.slots[rank] is None)
         for block in refused:
@@ -115,10 +119,23 @@ class StoreHandler:
             self._unpin(others)
             return StoreAnswer(None, bytes(statuses), [], not_retained)
         store.expires_at = max(store.expires_at, expires_at)
-        store.blocks += granted
+        self.table.add_blocks(store, granted)
         store.others += others
         store_id = store.id if more else self._end_prepare(store)
         return StoreAnswer(store_id, bytes(statuses), slots, not_retained)
+
+    def _affordable(self, session: EngineSession, blocks: list[Block]) -> list[Block]:
+        """Returns the leading blocks that the tenant's stores may pin; counts the others."""
+        if not blocks or not self._pin_budget.is_limited:
+            return blocks
+        left, count = self._pin_budget.left_for_stores(session.namespace.id), 0
+        for block in blocks:
+            left -= block.queue.size_class
+            if left < 0:
+                break
+            count += 1
+        self._cpu_tier.no_room += len(blocks) - count
+        return blocks[:count]
 
     def _begin(self, owner: Owner, rank: int, expires_at: float, request: Request | None, now: float) -> Store:
         if request is not None:
@@ -180,7 +197,7 @@ class StoreHandler:
 
     def _complete(self, store: Store, blocks: Sequence[Block]) -> None:
         missing, first = store.missing_of(blocks), store.completed
-        store.blocks = store.blocks[len(blocks) :]
+        self.table.take_blocks(store, blocks)
         store.completed += len(blocks)
         if not store.blocks:
             self.table.end(store)
@@ -216,7 +233,8 @@ class StoreHandler:
 
     def _abandon_slice(self, store: Store) -> None:
         # Tail first: unpinning removes empty blocks from policies, which remove a tail faster.
-        blocks, store.blocks = store.blocks[-_UNPIN_SLICE:], store.blocks[:-_UNPIN_SLICE]
+        blocks = store.blocks[-_UNPIN_SLICE:]
+        self.table.take_blocks(store, blocks, tail=True)
         offsets = []
         for block in blocks:
             block.writers -= 1

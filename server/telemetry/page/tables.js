@@ -153,6 +153,12 @@ const handoffColumns = [
   number("dropped", "dropped", (it) => it.dropped),
 ];
 
+const downgradeColumns = [
+  named("feature", "feature", (it) => words(it.feature), () => ""),
+  plain("cause", "cause", (it) => it.cause, { wide: true }),
+  plain("remedy", "remedy", (it) => it.remedy || "–", { wide: true }),
+];
+
 const tenantColumns = [
   named("tenant", "tenant", (it) => it.tenant || "all others", () => ""),
   plain("tier", "tier", (it) => it.tier),
@@ -177,11 +183,15 @@ export class Tables {
     this.misses = new KeyedTable(byId("misses"), "Missed keys by reason, since start", missColumns);
     this.sessions = new KeyedTable(byId("sessions"), "Open sessions", sessionColumns);
     this.handoffs = new KeyedTable(byId("handoffs"), "Requests handed over between engines, since start", handoffColumns);
+    this.downgrades = new KeyedTable(byId("downgrades"), "Current downgrades, oldest first", downgradeColumns);
     this.tenants = new KeyedTable(byId("tenants"), "Usage of each tier by tenant", tenantColumns);
   }
 
   update(status) {
     this.tiers.update(status.tiers.map((tier, place) => ({ ...tier, key: tier.name, number: place })));
+    this.downgrades.update(status.downgrades.map((it) => ({ ...it, key: `${it.feature}/${it.cause}` })));
+    setText(byId("downgrade-count"), count(status.downgrades.length));
+    show(byId("downgrades-panel"), status.downgrades.length > 0);
     const missed = status.misses.reduce((sum, miss) => sum + miss.keys, 0);
     this.misses.update(status.misses.map((miss) => ({ ...miss, key: miss.reason, share: miss.keys / missed })));
     show(byId("misses-none"), missed === 0);

@@ -17,8 +17,9 @@ from harness.polling import wait_until
 from harness.server_process import ServerProcess
 from harness.traffic import PART, wait_connected
 
-from kvtier.client import Client
+from kvtier.client import AsyncClient, Client
 from kvtier.client.session import session as session_module
+from kvtier.cuda.host.pinning import PinError, Pinning
 from kvtier.cuda.host.region import RegionError
 
 NAMESPACE = namespace_of(PART)
@@ -112,6 +113,66 @@ def test_a_port_behind_a_firewall(server: ServerProcess, caplog: pytest.LogCaptu
         for number in range(2, 40):
             client.store([key_of(number)], [payload(key_of(number), PART)])
         assert warnings_of(caplog, "streams do not use the socket") == [f"kvtier: {cause}"]
+
+
+def test_a_socket_that_is_removed_later(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
+    """As by a cleaner of temporary files: a call that needs a new connection uses gRPC."""
+    with Client(server.endpoint, namespace=NAMESPACE) as client:
+        wait_connected(client)
+        calls = client._transport.session.calls
+        taken = calls.take(5.0)  # another thread calls meanwhile
+        shutil.move(f"{server.path}.shm", f"{server.path}.hidden")
+        for number in range(3):
+            assert not client.lookup([key_of(number)]).prefix_hits
+        [cause] = client.downgrades
+        assert cause.startswith("calls do not use the socket: [Errno 2]")
+        assert warnings_of(caplog, "calls do not use the socket") == [f"kvtier: {cause}"]
+        shutil.move(f"{server.path}.hidden", f"{server.path}.shm")
+        calls.put(taken, intact=True)
+        client.lookup([key_of(0)])
+        assert client.downgrades == ()
+
+
+async def test_a_socket_that_is_removed_later_asyncio(server: ServerProcess) -> None:
+    async with AsyncClient(server.endpoint, namespace=NAMESPACE) as client:
+        await client.wait_until_connected(60)
+        shutil.move(f"{server.path}.shm", f"{server.path}.hidden")
+        await client.lookup([key_of(0)])
+        [cause] = client.downgrades
+        assert cause.startswith("calls do not use the socket: [Errno 2]")
+        shutil.move(f"{server.path}.hidden", f"{server.path}.shm")
+        await client.lookup([key_of(0)])
+        assert client.downgrades == ()
+
+
+def test_memory_that_cannot_be_pinned(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
+    """The region and staging buffers: one warning each, also after a reconnection."""
+
+    class Refusal:
+        def register(self, address: int, nbytes: int) -> None:
+            raise PinError("no locked memory")
+
+        def unregister(self, address: int) -> None:
+            raise AssertionError
+
+    for endpoint, transport, words in (
+        (server.endpoint, "auto", "the region is not pinned"),
+        (server.tcp, "tcp", "staging buffers are not pinned"),
+    ):
+        with Client(
+            endpoint,
+            namespace=NAMESPACE,
+            transport=transport,
+            pin=lambda memory: Pinning(memory, Refusal(), allowed=lambda: True),
+        ) as client:
+            wait_connected(client)
+            client.store([key_of(1)], [payload(key_of(1), PART)])
+            with client.read(client.lookup([key_of(1)]), [0]):
+                pass
+            reconnect(client)
+            [cause] = wait_until(lambda: [each for each in client.downgrades if words in each])  # noqa: B023
+            assert cause.endswith("no locked memory")
+            assert warnings_of(caplog, words) == [f"kvtier: {cause}"]
 
 
 def test_a_client_without_a_downgrade(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:

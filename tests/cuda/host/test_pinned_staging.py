@@ -132,6 +132,7 @@ def test_a_driver_that_refuses_is_asked_once(notes: RecordingRegistrar, caplog: 
         "kvtier: staging buffers are not pinned, so copies to and from the GPU are slower:"
         " cuMemHostRegister failed with CUDA error 2"
     )
+    assert record.getMessage() == f"kvtier: {pool.refusal}"
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from kvtier.tiers.core.prefetches import PrefetchBudget
 from kvtier.tiers.core.requests import Request
 from kvtier.tiers.core.secondary import GATHER_SECONDS, SecondaryTierState
 from kvtier.tiers.core.transfers import JobKind
-from kvtier.tiers.types import EngineSession
+from kvtier.tiers.types import EngineSession, tenant_of
 
 from .model import Name
 
@@ -66,6 +66,18 @@ def blocks(core: TierManager) -> list[Block]:
 def leased_bytes(core: TierManager) -> Counter[bytes]:
     """Returns the bytes of the blocks that leases pin, by the tag of their tenant."""
     return core._lookups.leases.leased_bytes
+
+
+def granted_bytes(core: TierManager) -> tuple[Counter[bytes], Counter[bytes]]:
+    """Returns the bytes of the slots of stores by tenant: as counted, and as they are."""
+    table, found = core.store_handler.table, Counter[bytes]()
+    for store in table:
+        found[tenant_of(store.owner.engine[0])] += sum(block.queue.size_class for block in store.blocks)
+    for store in core.store_handler._abandoned:
+        found[tenant_of(store.owner.engine[0])] += sum(block.queue.size_class for block in store.blocks)
+    for entry in table._quarantine.values():
+        found[tenant_of(entry.engine[0])] += core._cpu_tier.memory.slot_bytes_of(entry.offsets)
+    return table.granted_bytes, +found
 
 
 def prefetched(core: TierManager) -> tuple[set[Block], PrefetchBudget]:
@@ -261,6 +273,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "leases by session": core._lookups.leases._by_session,
         "leases by request": core._lookups.leases._by_request,
         "leased items": core._lookups.leases._items,
+        "bytes of stores": core.store_handler.table.granted_bytes,
         "waiting leases": core._lookups.leases._waiting,
         "pins of leases that have ended": core._lookups.leases._pending_unpins,
         "stores": core._stores.table._stores,

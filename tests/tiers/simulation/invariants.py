@@ -60,7 +60,7 @@ def _pins(world: World) -> None:
 
 
 def _leased(world: World) -> None:
-    """The bytes that leases pin are those of the blocks that leases pin, by tenant."""
+    """The bytes that leases and stores pin are those of their blocks and slots, by tenant."""
     leased: Counter[bytes] = Counter()
     for block in world.core_view.blocks:
         if not 0 <= block.leases <= block.pins:
@@ -69,6 +69,9 @@ def _leased(world: World) -> None:
             leased[tenant_of(block.namespace)] += block.allocated_bytes
     if leased != inside.leased_bytes(world.core):
         raise Violation(Invariant.LEASED, "the bytes that leases pin do not add up")
+    granted, found = inside.granted_bytes(world.core)
+    if granted != found:
+        raise Violation(Invariant.LEASED, "the bytes of the slots of stores do not add up")
 
 
 def _owners(world: World) -> None:

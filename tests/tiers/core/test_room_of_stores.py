@@ -1,0 +1,164 @@
+"""Room for stores: what stores in flight pin, and which blocks a store evicts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from core_rig import GRANTED, NO_ROOM, PRESENT, Rig, keys, ready_blocks
+from simulation import EXTENT
+
+from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.settings import TierSettings
+from kvtier.tiers.eviction.quotas import Tenant
+from kvtier.tiers.types import EngineSession, NamespaceSpec, StoreAnswer
+
+SLOTS = EXTENT // 4096
+ALICE, BOB = b"A" * 16, b"B" * 16
+
+
+class Site:
+    """A core of one extent, and two tenants."""
+
+    def __init__(self, *tenants: Tenant, part: float = 0.75) -> None:
+        self.core = TierManager(EXTENT, EXTENT, [], settings=TierSettings(leased_part=part, tenants=tenants))
+        self.core.add_memory(0, EXTENT)
+        self.alice, self.bob = self.open(ALICE), self.open(BOB)
+
+    def open(self, tenant: bytes, name: str = "e") -> EngineSession:
+        spec = NamespaceSpec(NamespaceId(tenant + b"n" * 16), world_size=1, part_bytes=(4096, 16384))
+        return self.core.open_session(tenant + name.encode(), name, None, spec)
+
+    def prepare(self, session: EngineSession, start: int, count: int) -> StoreAnswer:
+        names = keys(*range(start, start + count))
+        return self.core.prepare_store(session, names, request_id="", expires_at=600)
+
+    def store(self, session: EngineSession, start: int, count: int) -> None:
+        answer = self.prepare(session, start, count)
+        assert answer.store_id is not None
+        self.core.complete_store(session, answer.store_id)
+
+    def abandon(self, session: EngineSession) -> None:
+        self.core.close_session(session.id)
+        self.core.work()
+
+
+def refused(answer: StoreAnswer) -> int:
+    return answer.statuses.count(NO_ROOM)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, SLOTS])
+def test_open_stores_of_a_tenant_pin_a_part(pieces: int) -> None:
+    """The rest is refused, and another tenant finds room, whether the stores are few or many."""
+    site = Site()
+    size = SLOTS // pieces
+    answers = [site.prepare(site.alice, start, size) for start in range(0, SLOTS, size)]
+    assert sum(map(refused, answers)) == SLOTS // 4
+    assert refused(site.prepare(site.bob, 0, SLOTS // 8)) == 0
+
+
+def test_a_completed_store_gives_its_room_back() -> None:
+    """Its blocks can be evicted: the tenant stores more than the memory without a refusal."""
+    site = Site()
+    for turn in range(8):
+        site.store(site.alice, 1000 + turn * SLOTS, SLOTS // 2)
+    assert not site.core.store_handler.table.granted_bytes
+
+
+def test_the_quota_of_another_tenant_stays_free_of_open_stores() -> None:
+    """A tenant with a quota stores within it, although another one uses all free space."""
+    site = Site(Tenant("bob", BOB, {"cpu": EXTENT // 2}))
+    answer = site.prepare(site.alice, 0, SLOTS)
+    assert refused(answer) == SLOTS - int(0.75 * SLOTS / 2)
+    assert refused(site.prepare(site.bob, 0, SLOTS // 2)) == 0
+
+
+def test_a_small_quota_is_no_limit_of_a_store() -> None:
+    """A tenant may use free space beyond its quota."""
+    site = Site(Tenant("alice", ALICE, {"cpu": EXTENT // 8}))
+    assert refused(site.prepare(site.alice, 0, SLOTS // 2)) == 0
+
+
+def test_leases_and_open_stores_count_together() -> None:
+    """Leases at their bound leave room for stores of the tenant, and both for another tenant."""
+    site = Site()
+    site.store(site.alice, 0, 12)
+    lease = site.core.lookup(site.alice, keys(*range(SLOTS)), prefix=True, request_id="", expires_at=600).lease
+    assert lease is not None
+    assert lease.hits == 12
+    assert refused(site.prepare(site.alice, 500, 4)) == 2
+    assert refused(site.prepare(site.bob, 0, 2)) == 0
+
+
+def test_open_stores_leave_no_lease_beyond_the_part() -> None:
+    """The other order: open stores, then leases on the blocks that are left."""
+    site = Site()
+    site.store(site.alice, 0, 4)
+    site.prepare(site.alice, 500, 12)
+    lease = site.core.lookup(site.alice, keys(*range(4)), prefix=True, request_id="", expires_at=600).lease
+    assert lease is not None
+    assert lease.hits == 2
+    assert refused(site.prepare(site.bob, 0, 2)) == 0
+
+
+def test_present_blocks_need_no_room() -> None:
+    """A tenant at its bound stores the same keys again: they are present, not refused."""
+    site = Site()
+    site.store(site.alice, 0, 4)
+    site.prepare(site.alice, 500, SLOTS)
+    assert site.prepare(site.alice, 0, 4).statuses == PRESENT * 4
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_stores_in_quarantine_count_until_their_slots_are_free(*, is_mapped: bool) -> None:
+    """Sessions that begin stores and end: new sessions of the tenant pin no more than its part."""
+    site, mapped = Site(), []
+    for number in range(4):
+        session = site.open(ALICE, f"s{number}")
+        if is_mapped:
+            site.core.writer_attached(session.id, number)
+            mapped.append((session, number))
+        site.prepare(session, number * SLOTS, SLOTS // 4)
+        site.abandon(session)
+    assert refused(site.prepare(site.bob, 0, SLOTS // 4)) == 0
+    site.core.tick(601.0)
+    for session, number in mapped:
+        site.core.writer_gone(session.id, number)
+    assert refused(site.prepare(site.alice, 0, SLOTS // 2)) == 0
+
+
+def test_a_store_finds_an_extent_behind_many_blocks_of_pinned_ones() -> None:
+    """A size without blocks gets the idle extent behind extents with a leased block."""
+    in_extent, extents = 128, 4
+    rig = Rig(extents=extents, extent_bytes=in_extent * 4096, eviction={"cpu": "lru"})
+    names = keys(*range(in_extent * extents))
+    for start in range(0, len(names), in_extent):
+        assert rig.store(names[start : start + in_extent]) == GRANTED * in_extent
+    for start in range(0, in_extent * (extents - 1), in_extent):
+        rig.core.lookup(rig.session, names[start : start + 1], prefix=True, request_id="", expires_at=60)
+    assert rig.store(keys(1, group=1)) == GRANTED
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_store_is_refused_only_if_nothing_can_be_evicted(seed: int) -> None:
+    """Two sizes, random leases: a refusal means that each extent has a pinned block."""
+    rng, rig, refusals = random.Random(seed), Rig(extents=6, eviction={"cpu": "lru"}), 0
+    sizes = {0: 4096, 1: 16384}
+    for _ in range(200):
+        group = rng.choice((0, 0, 1))
+        names = keys(*rng.sample(range(200), rng.randint(1, 12)), group=group)
+        if rng.random() < 0.4:
+            rig.core.lookup(rig.session, names, prefix=False, request_id="", expires_at=60)
+        elif rng.random() < 0.03:
+            for lease in rig.core.leases()[: rng.randint(0, 8)]:
+                rig.core.release(rig.session, lease.id)
+        elif NO_ROOM[0] in rig.store(names):
+            refusals += 1
+            others = [block for block in ready_blocks(rig.core) if block.key not in names and not block.pins]
+            assert all(block.queue.size_class != sizes[group] for block in others)
+            memory, owners = rig.core._cpu_tier.memory, rig.core._cpu_tier._owners
+            for extent in memory.extents_after(None):
+                found = [owners[slot] for slot in memory.in_use(extent)]
+                assert any(block.pins or block.key in names for block in found)
+    assert refusals
