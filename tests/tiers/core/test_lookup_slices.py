@@ -10,7 +10,7 @@ from simulation import ModelTier
 from kvtier.tiers.base import TierFilter
 from kvtier.tiers.core.commands import LookupInTier
 from kvtier.tiers.core.leases import SlicedLookup
-from kvtier.tiers.stats.request_log import LookupRecord
+from kvtier.tiers.stats.request_log import LookupRecord, OutcomeRun
 from kvtier.tiers.types import MissReason
 
 FAR = 1e9
@@ -81,6 +81,47 @@ def test_slices_answer_as_one_piece(seed: int, most: int) -> None:
                 look_up(rig, lookup, size)
                 results.append(result_of(rig, lookup))
             assert results[0] == results[1], (prefix, min_hits)
+
+
+@pytest.mark.parametrize(("stored", "min_hits"), [(16, 16), (16, 13), (12, 12), (14, 0)])
+@pytest.mark.parametrize("most", [4, 5, 11])
+def test_hits_that_are_evicted_after_they_were_counted(most: int, stored: int, min_hits: int) -> None:
+    """Two stores evict the tail between the slices that count hits and the slices that pin them.
+
+    The answer and all figures are those of a lookup in one piece after the eviction.
+    """
+    results = []
+    for size in (most, stored):
+        rig = Rig(eviction={"cpu": "lru"})
+        rig.store(keys(*range(stored)))
+        rig.store(keys(*range(200, 216 - stored)))
+        lookup = begin(rig, keys(*range(stored)), request_id="r", min_hits=min_hits)
+        while size < min_hits > lookup.counted:
+            assert look_up_slice(rig, lookup, size)
+        rig.store(keys(100, 101))
+        look_up(rig, lookup, size)
+        curves = rig.core._miss_ratio_curves
+        assert curves is not None
+        results.append((result_of(rig, lookup), curves._answered, curves._keys, len(rig.core.leases())))
+    assert results[0] == results[1]
+    if min_hits == 16:
+        found = result_of(rig, lookup)[2]
+        assert found == (OutcomeRun(14, MissReason.BELOW_THRESHOLD), OutcomeRun(2, MissReason.EVICTED))
+
+
+def test_hits_without_room_are_below_the_threshold() -> None:
+    """Leases pin all but two slots, and a lookup of four blocks of the disk wants four hits."""
+    rig = Rig(ModelTier("near", 1 << 20), eviction={"cpu": "lru"}, queue=1 << 20)
+    rig.store_in_all_tiers(keys(*range(4)))
+    rig.store_in_all_tiers(keys(*range(100, 116)))
+    assert rig.core.lookup(rig.session, keys(*range(100, 114)), prefix=True, request_id="", expires_at=FAR).lease
+    for min_hits, wanted in ((2, PENDING * 2 + MISS * 2), (4, MISS * 4)):
+        lookup = begin(rig, keys(*range(4)), request_id="r", min_hits=min_hits)
+        look_up(rig, lookup, 4)
+        assert lookup.answer().statuses() == wanted
+        rig.core.lookup_handler.abandon(lookup)
+        rig.finish_jobs()
+    assert result_of(rig, lookup)[2] == (OutcomeRun(2, MissReason.BELOW_THRESHOLD), OutcomeRun(2, MissReason.NO_ROOM))
 
 
 def test_unknown_keys_are_not_searched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
