@@ -308,7 +308,8 @@ class LeaseTable:
                 block.leases += 1
                 if block.leases == 1:
                     nbytes += block.allocated_bytes
-        self.leased_bytes[tenant] += nbytes
+        if nbytes:  # an entry of 0 would stay
+            self.leased_bytes[tenant] += nbytes
 
     def _unpin(self, blocks: Sequence[Block]) -> None:
         """Removes one pin of a lease per block."""

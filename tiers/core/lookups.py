@@ -154,6 +154,7 @@ class LookupHandler:
         size = len(lookup.keys) if most is None else most
         resetting = self._cpu_tier.pending_reset_blocks(namespace.id)
         if not resetting and lookup.rest is None and self._count_hits(lookup, size):
+            self._residency.send_queries()
             return True
         keys = self._next_keys(lookup, size)
         match = LookupMatch(deferred=bool(lookup.retries), counted=lookup.prefetch is None)

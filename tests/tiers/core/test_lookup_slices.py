@@ -7,7 +7,7 @@ import pytest
 from core_rig import HIT, MISS, PENDING, Rig, keys
 from simulation import ModelTier
 
-from kvtier.tiers.base import TierFilter
+from kvtier.tiers.base import Outcome, TierFilter
 from kvtier.tiers.core.commands import LookupInTier
 from kvtier.tiers.core.leases import SlicedLookup
 from kvtier.tiers.stats.request_log import LookupRecord, OutcomeRun
@@ -193,6 +193,29 @@ def test_a_block_that_settles_between_slices_is_a_hit() -> None:
     rig.finish_jobs()
     look_up(rig, lookup, 8)
     assert lookup.answer().statuses() == MISS * 6 + HIT * 9 + PENDING
+
+
+def test_slices_that_only_count_hits_send_their_queries() -> None:
+    """The call may be abandoned next, and other lookups of the keys wait for the answers."""
+
+    class Shared(ModelTier):
+        shared: ClassVar[bool] = True
+
+    rig = Rig(Shared("far", 1 << 20))
+    lookup = begin(rig, keys(*range(8)), min_hits=8)
+    assert rig.core.lookup_handler.look_up_slice(lookup, 4, expires_at=FAR, now=0.0)
+    assert [type(command) for command in rig.core.take_commands()] == [LookupInTier]
+
+
+def test_leases_that_lose_their_blocks_leave_no_entry() -> None:
+    """The load of the first block fails, and then the lookup adds a miss to its lease."""
+    rig = mixed_rig()
+    lookup = begin(rig, keys(0, 30), prefix=False)
+    assert look_up_slice(rig, lookup, 1)
+    rig.finish_jobs(Outcome.FAILED)
+    look_up(rig, lookup, 1)
+    rig.core.lookup_handler.abandon(lookup)
+    assert not rig.core.lookup_handler.leases.leased_bytes
 
 
 def test_a_repeated_lookup_counts_once_in_the_curves() -> None:
