@@ -223,7 +223,7 @@ class HandoffHandler:
             now,
             expires_at,
             record,
-            awaited=1,  # until the last slice
+            unprepared=count,
         )
         self._table.add(hold)
         self._forget_end(name)
@@ -240,10 +240,9 @@ class HandoffHandler:
             self._lookups.fetch(hold.name[0], blocks)
             self._cpu_tier.queues.protect(blocks)
             self._cpu_tier.use(list(dict.fromkeys(blocks)), publication)
-            publication.prepared = end
-            if end < len(hold.items):
+            publication.prepared, hold.unprepared = end, len(hold.items) - end
+            if hold.unprepared:
                 return True
-            self._table.stop_awaiting(hold, 1)
             hold.record.pending = hold.awaited
             self._commands.append(HoldChanged(hold.name))
         self._cpu_tier.finish(publication)
@@ -270,7 +269,7 @@ class HandoffHandler:
         `HoldChanged` comes no later than the time at which the result would be True.
         """
         allowed = max(0, len(hold.items) - blocks) if blocks else 0
-        if hold.awaited <= allowed:
+        if hold.unsettled <= allowed:
             return True
         hold.notify_at = max(hold.notify_at, allowed)
         return False
@@ -365,7 +364,7 @@ class HandoffHandler:
     def engine_gone(self, engine: EngineKey) -> None:
         """Called when an engine's last session has ended. Orphans its holds with pending blocks."""
         for hold in self._table:
-            if hold.engine == engine and hold.awaited:
+            if hold.engine == engine and hold.unsettled:
                 self._table.orphan(hold)
                 if hold.take_notice():
                     self._commands.append(HoldChanged(hold.name))

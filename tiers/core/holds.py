@@ -30,8 +30,9 @@ class Hold:
         num_tokens: number of tokens that the blocks cover.
         duration: as published, in seconds.
         record: the publication in the request log.
-        awaited: number of items whose block is not ready.
-        notify_at: claims are told of the hold as soon as `awaited` is at most this number.
+        awaited: number of prepared items whose block is not ready.
+        unprepared: number of items that the publication has not prepared yet.
+        notify_at: claims are told of the hold as soon as `unsettled` is at most this number.
         orphaned: whether the engine has no session any more. Such a hold gives up each block that
             is not ready and that neither a client nor a job is writing. It keeps its ready blocks.
     """
@@ -48,6 +49,7 @@ class Hold:
     expires_at: float
     record: HoldRecord
     awaited: int = 0
+    unprepared: int = 0
     notify_at: int = 0
     claims: int = 0
     orphaned: bool = False
@@ -56,9 +58,14 @@ class Hold:
     def engine(self) -> EngineKey:
         return self.name[:2]
 
+    @property
+    def unsettled(self) -> int:
+        """Largest number of items whose block is neither ready nor given up."""
+        return self.awaited + self.unprepared
+
     def take_notice(self) -> bool:
         """Returns whether to tell claims of the hold now. They then set `notify_at` again."""
-        if self.awaited > self.notify_at:
+        if self.unsettled > self.notify_at:
             return False
         self.notify_at = 0
         return True

@@ -79,6 +79,11 @@ class BlockLease:
     lost: set[int] | None = None
     readers: int = 0
 
+    @property
+    def found(self) -> int:
+        """Number of items that were a hit when they were looked up."""
+        return self.hits + len(self.lost or ())
+
     def blocks(self, items: Sequence[int]) -> list[Block | None]:
         """Returns the blocks of items; None for an item that is not a hit or does not exist."""
         held, indices = self.items, self.indices
@@ -184,9 +189,9 @@ class SlicedLookup:
     rest: MissReason | None = None
     record: LookupRecord | None = None
     uncounted: deque[tuple[Sequence[bytes], tuple[OutcomeRun, ...]]] = field(default_factory=deque)
-    """Keys and outcomes of the slices that the miss-ratio curves do not have. If there are shared
-    tiers, these are all slices until the last one, because a client repeats a lookup with RETRY
-    keys."""
+    """Keys and outcomes of the slices that the miss-ratio curves do not have. These are all slices
+    until the last one if there are shared tiers, because a client repeats a lookup with RETRY keys,
+    and if there is `min_hits`, because the hits may become misses."""
     prefetch: PrefetchProgress | None = None
     conversation: Conversation | None = None
     may_wait: bool = False
@@ -303,7 +308,8 @@ class LeaseTable:
                 block.leases += 1
                 if block.leases == 1:
                     nbytes += block.allocated_bytes
-        self.leased_bytes[tenant] += nbytes
+        if nbytes:  # an entry of 0 would stay
+            self.leased_bytes[tenant] += nbytes
 
     def _unpin(self, blocks: Sequence[Block]) -> None:
         """Removes one pin of a lease per block."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 
@@ -10,7 +11,7 @@ from ..errors import LimitExceeded
 from ..stats.counters import HitCounters
 from ..stats.eviction_history import EvictionHistory
 from ..stats.miss_ratio_curve import MissRatioCurves
-from ..stats.request_log import LookupRecord, OutcomeRun, RequestLog, limit_runs, outcome_runs
+from ..stats.request_log import LookupRecord, OutcomeRun, RequestLog, below_threshold, limit_runs, outcome_runs
 from ..types import EngineSession, MissReason, NamespaceSpec, Owner
 from .block import Block
 from .commands import Command, EndReaders
@@ -148,6 +149,7 @@ class LookupHandler:
         size = len(lookup.keys) if most is None else most
         resetting = self._cpu_tier.pending_reset_blocks(namespace.id)
         if not resetting and lookup.rest is None and self._count_hits(lookup, size):
+            self._residency.send_queries()
             return True
         keys = self._next_keys(lookup, size)
         match = LookupMatch(deferred=bool(lookup.retries), counted=lookup.prefetch is None)
@@ -162,7 +164,7 @@ class LookupHandler:
             self._record(lookup, now, runs, first_miss)
             if lookup.prefetch is None:
                 lookup.uncounted.append((keys, runs))
-            if not self._residency.has_shared_tiers:
+            if not self._residency.has_shared_tiers and not (lookup.prefix and lookup.min_hits):
                 lookup.count_references(self._miss_ratio_curves)
         self._residency.send_queries()
         lookup.not_retained += self._record_use(match, lookup.user, lookup.retain_until)
@@ -196,8 +198,26 @@ class LookupHandler:
             self._cpu_tier.finish(lookup)
             self._transfers.request_finished(lookup)
         lease = lookup.lease
-        if lease is not None and lookup.counted and len(lease.items) < lookup.min_hits and not lookup.retries:
-            self.abandon(lookup)  # blocks were evicted after `_count_hits` had found them
+        if lease is not None and lookup.prefix and not lookup.retries and lease.found < lookup.min_hits:
+            self._take_back_hits(lookup, lease)
+            self.abandon(lookup)
+
+    def _take_back_hits(self, lookup: SlicedLookup, lease: BlockLease) -> None:
+        """Counts the hits of a lookup as misses, because it has fewer than `min_hits`.
+
+        Blocks were evicted after `_count_hits` had found them, or there was no room for all of
+        them.
+        """
+        namespace = lookup.session.namespace.id
+        found = zip(lease.items, lease.sources, strict=True)
+        ready = Counter(source for block, source in found if block is not None and block.ready)
+        for source, keys in ready.items():
+            self.counters.hit(namespace, source, -keys)
+        self.counters.miss(namespace, MissReason.BELOW_THRESHOLD, lease.hits)
+        lease.counted = False
+        if lookup.record is not None:
+            lookup.record.found, lookup.record.first_miss = below_threshold(lookup.record.found), lookup.keys[0]
+        lookup.uncounted = deque((keys, below_threshold(runs)) for keys, runs in lookup.uncounted)
 
     def check_room(self, session: EngineSession, keys: int) -> None:
         if self.leases.items_of(session.id) + keys > MAX_LEASED_ITEMS:

@@ -47,6 +47,12 @@ class Placement:
         namespace = lookup.session.namespace.id
         if self._room.may_take(namespace, lookup.waiter):
             return False
+        needs_room = self._needs_room(lookup)
+        self._residency.send_queries()
+        return needs_room
+
+    def _needs_room(self, lookup: SlicedLookup) -> bool:
+        namespace = lookup.session.namespace.id
         blocks = self._cpu_tier.blocks_of(namespace)
         for key in lookup.keys[:_PEEKED_KEYS]:
             block = blocks.get(key)

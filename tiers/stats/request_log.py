@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 
 from ..types import EngineKey, HandoffDirection, HoldEnd, MissReason, Negotiation, PublishStatus
 
@@ -19,6 +20,7 @@ __all__ = [
     "OutcomeRun",
     "RequestLog",
     "RequestRecord",
+    "below_threshold",
     "limit_runs",
     "outcome_runs",
 ]
@@ -56,6 +58,14 @@ def limit_runs(runs: tuple[OutcomeRun, ...]) -> tuple[OutcomeRun, ...]:
     for run in runs[MAX_OUTCOME_RUNS:]:
         rest[run.outcome] = rest.get(run.outcome, 0) + run.count
     return runs[:MAX_OUTCOME_RUNS] + tuple(OutcomeRun(count, outcome) for outcome, count in rest.items())
+
+
+def below_threshold(runs: Sequence[OutcomeRun]) -> tuple[OutcomeRun, ...]:
+    """Returns the outcomes of a lookup that has fewer hits than `min_hits`: none of them is a hit."""
+    short = [MissReason.BELOW_THRESHOLD if isinstance(run.outcome, int) else run.outcome for run in runs]
+    counts = zip(short, (run.count for run in runs), strict=True)
+    grouped = groupby(counts, key=itemgetter(0))
+    return tuple(OutcomeRun(sum(count for _, count in run), outcome) for outcome, run in grouped)
 
 
 def outcome_runs(outcomes: Iterable[LookupOutcome]) -> tuple[OutcomeRun, ...]:

@@ -7,10 +7,10 @@ import pytest
 from core_rig import HIT, MISS, PENDING, Rig, keys
 from simulation import ModelTier
 
-from kvtier.tiers.base import TierFilter
+from kvtier.tiers.base import Outcome, TierFilter
 from kvtier.tiers.core.commands import LookupInTier
 from kvtier.tiers.core.leases import SlicedLookup
-from kvtier.tiers.stats.request_log import LookupRecord
+from kvtier.tiers.stats.request_log import LookupRecord, OutcomeRun
 from kvtier.tiers.types import MissReason
 
 FAR = 1e9
@@ -83,6 +83,47 @@ def test_slices_answer_as_one_piece(seed: int, most: int) -> None:
             assert results[0] == results[1], (prefix, min_hits)
 
 
+@pytest.mark.parametrize(("stored", "min_hits"), [(16, 16), (16, 13), (12, 12), (14, 0)])
+@pytest.mark.parametrize("most", [4, 5, 11])
+def test_hits_that_are_evicted_after_they_were_counted(most: int, stored: int, min_hits: int) -> None:
+    """Two stores evict the tail between the slices that count hits and the slices that pin them.
+
+    The answer and all figures are those of a lookup in one piece after the eviction.
+    """
+    results = []
+    for size in (most, stored):
+        rig = Rig(eviction={"cpu": "lru"})
+        rig.store(keys(*range(stored)))
+        rig.store(keys(*range(200, 216 - stored)))
+        lookup = begin(rig, keys(*range(stored)), request_id="r", min_hits=min_hits)
+        while size < min_hits > lookup.counted:
+            assert look_up_slice(rig, lookup, size)
+        rig.store(keys(100, 101))
+        look_up(rig, lookup, size)
+        curves = rig.core._miss_ratio_curves
+        assert curves is not None
+        results.append((result_of(rig, lookup), curves._answered, curves._keys, len(rig.core.leases())))
+    assert results[0] == results[1]
+    if min_hits == 16:
+        found = result_of(rig, lookup)[2]
+        assert found == (OutcomeRun(14, MissReason.BELOW_THRESHOLD), OutcomeRun(2, MissReason.EVICTED))
+
+
+def test_hits_without_room_are_below_the_threshold() -> None:
+    """Leases pin all but two slots, and a lookup of four blocks of the disk wants four hits."""
+    rig = Rig(ModelTier("near", 1 << 20), eviction={"cpu": "lru"}, queue=1 << 20)
+    rig.store_in_all_tiers(keys(*range(4)))
+    rig.store_in_all_tiers(keys(*range(100, 116)))
+    assert rig.core.lookup(rig.session, keys(*range(100, 114)), prefix=True, request_id="", expires_at=FAR).lease
+    for min_hits, wanted in ((2, PENDING * 2 + MISS * 2), (4, MISS * 4)):
+        lookup = begin(rig, keys(*range(4)), request_id="r", min_hits=min_hits)
+        look_up(rig, lookup, 4)
+        assert lookup.answer().statuses() == wanted
+        rig.core.lookup_handler.abandon(lookup)
+        rig.finish_jobs()
+    assert result_of(rig, lookup)[2] == (OutcomeRun(2, MissReason.BELOW_THRESHOLD), OutcomeRun(2, MissReason.NO_ROOM))
+
+
 def test_unknown_keys_are_not_searched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """They still count as misses of each tier that the lookup does not exclude."""
     rig = Rig(ModelTier("near", 1 << 20), ModelTier("far", 1 << 20), extents=8, queue=1 << 20)
@@ -152,6 +193,29 @@ def test_a_block_that_settles_between_slices_is_a_hit() -> None:
     rig.finish_jobs()
     look_up(rig, lookup, 8)
     assert lookup.answer().statuses() == MISS * 6 + HIT * 9 + PENDING
+
+
+def test_slices_that_only_count_hits_send_their_queries() -> None:
+    """The call may be abandoned next, and other lookups of the keys wait for the answers."""
+
+    class Shared(ModelTier):
+        shared: ClassVar[bool] = True
+
+    rig = Rig(Shared("far", 1 << 20))
+    lookup = begin(rig, keys(*range(8)), min_hits=8)
+    assert rig.core.lookup_handler.look_up_slice(lookup, 4, expires_at=FAR, now=0.0)
+    assert [type(command) for command in rig.core.take_commands()] == [LookupInTier]
+
+
+def test_leases_that_lose_their_blocks_leave_no_entry() -> None:
+    """The load of the first block fails, and then the lookup adds a miss to its lease."""
+    rig = mixed_rig()
+    lookup = begin(rig, keys(0, 30), prefix=False)
+    assert look_up_slice(rig, lookup, 1)
+    rig.finish_jobs(Outcome.FAILED)
+    look_up(rig, lookup, 1)
+    rig.core.lookup_handler.abandon(lookup)
+    assert not rig.core.lookup_handler.leases.leased_bytes
 
 
 def test_a_repeated_lookup_counts_once_in_the_curves() -> None:

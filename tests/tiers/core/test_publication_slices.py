@@ -179,6 +179,20 @@ def test_a_stall_between_two_slices_ends_the_wait_for_its_blocks() -> None:
     assert nothing_is_held(rig)
 
 
+def test_a_claim_waits_for_blocks_that_are_not_prepared_yet() -> None:
+    """Blocks 0 to 3 are ready. A claim that waits for five is not answered before the fifth."""
+    rig = new_rig()
+    publication = begin(rig)
+    while publish_slice(rig, publication):
+        hold = publication.result
+        if isinstance(hold, Hold):
+            assert not rig.core.handoffs.is_settled(hold, 5)
+            assert not rig.core.handoffs.is_settled(hold, 0)
+    assert isinstance(hold, Hold)
+    assert rig.core.handoffs.is_settled(hold, 4)
+    assert not rig.core.handoffs.is_settled(hold, 5)
+
+
 def test_an_abandoned_hold_counts_as_released() -> None:
     """Each published hold is open or counts as ended."""
     rig = new_rig()

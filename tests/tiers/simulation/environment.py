@@ -13,7 +13,7 @@ from kvtier.tiers.types import TENANT_TAG_BYTES
 
 from . import inspect as inside
 from .ledger import JobRecord
-from .model import CHAINS, EXTENT, SPECS, Invariant, ModelTier, Name, label
+from .model import CHAINS, EXTENT, SPECS, Invariant, ModelTier, Name
 
 if TYPE_CHECKING:
     from .world import World
@@ -179,9 +179,7 @@ class Environment:
                 return
             group = self.rng.randrange(len(spec.part_bytes))
             for key in self.rng.choice(CHAINS[group])[: self.rng.randint(1, 10)]:
-                parts = tuple(label(spec.id, key, rank) for rank in range(spec.world_size))
-                tier.remove([(spec.id, key)])
-                tier.blocks[spec.id, key] = (spec.part_bytes[group] * spec.world_size, parts)
+                tier.put(spec, key, spec.part_bytes[group])
 
     def report_again(self) -> None:
         """Simulates a defect of a tier: an ended or unknown job is reported and must be ignored."""

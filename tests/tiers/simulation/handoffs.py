@@ -6,17 +6,16 @@ from collections.abc import Callable
 
 from kvtier.tiers import errors
 from kvtier.tiers.core.handoffs import EXPIRY_MARGIN_SECONDS
-from kvtier.tiers.core.holds import Hold, HoldClaim
-from kvtier.tiers.types import HandoffDirection, HoldName, KeyStatus
+from kvtier.tiers.core.holds import HoldClaim
+from kvtier.tiers.types import HandoffDirection
 
-from .actors import HOLD_SECONDS, Actors
+from .actors import Actors
+from .hold_calls import Claim, Publication
 from .holds import HoldRecord
-from .ledger import Client, LeaseRecord
-from .model import HELD_REQUESTS, REQUESTS, Invariant, private_key
+from .ledger import Client
+from .model import HELD_REQUESTS, REQUESTS, Invariant
 
 __all__ = ["Handoffs"]
-
-DURATIONS = (3.0, 30.0, 30.0, 480.0)
 
 
 class Handoffs(Actors):
@@ -33,36 +32,8 @@ class Handoffs(Actors):
         }
 
     def publish(self) -> None:
-        if (client := self.pick_client()) is None:
-            return
-        session, book, request_id = client.session, self.world.ledger.holds, self.rng.choice(HELD_REQUESTS)
-        keys, duration, now = self.some_keys(session), self.rng.choice(DURATIONS), self.world.environment.latest
-        if self.rng.random() < 0.5:
-            keys = [*keys, private_key(session.engine_id, request_id)]
-        name: HoldName = (*session.engine, request_id)
-        if name in book.open:
-            book.end(name)
-            self.world.saw("holds replaced")
-        hold = self.world.core.handoffs.publish(
-            session,
-            request_id,
-            keys,
-            range(len(keys)),
-            num_tokens=len(keys),
-            direction=self.rng.choice(list(HandoffDirection)),
-            duration=duration,
-            now=now,
-        )
-        if not isinstance(hold, Hold):
-            self.world.saw("holds declined")
-            return
-        if self.world.core.resetting(session):
-            loading = any(block is not None and block.promoting for block in hold.items)
-            self.world.must(Invariant.RESET, not loading, "a publication is promoted during a reset")
-        self.used(session, [block for block in hold.items if block is not None], 0.0, 0)
-        book.over.discard(name)
-        book.open[name] = HoldRecord(hold, duration, now + duration, was_awaited=bool(hold.awaited))
-        self.world.saw("holds published before their blocks", bool(hold.awaited))
+        if client := self.pick_client():
+            self.world.calls.begin(Publication(self, client))
 
     def publish_invalid(self) -> None:
         """A refused publication changes nothing, also not an existing hold of that name."""
@@ -101,57 +72,37 @@ class Handoffs(Actors):
         elif record.expires_at - EXPIRY_MARGIN_SECONDS <= now:
             error = errors.HoldExpired
         first = self.rng.choice(([], [], [2], [0, 4]))
-        request_id, expires_at = self.rng.choice(REQUESTS), self.world.now + self.rng.choice(HOLD_SECONDS)
+        request_id = self.rng.choice(REQUESTS)
 
         def ask() -> HoldClaim:
-            return core.handoffs.claim(
-                client.session, name, first_positions=first, request_id=request_id, expires_at=expires_at, now=now
+            return core.handoffs.begin_claim(
+                client.session, name, first_positions=first, request_id=request_id, now=now
             )
 
         if error is not None:
             self.world.refused(error, ask)
             self.world.saw("holds claimed too late", error is errors.HoldExpired)
         elif record is not None:
-            claim = ask()
-            self._check_claim(record, claim, first)
-            if claim.lease is not None:
-                self._claimed(client, LeaseRecord(claim.lease, client, request_id, expires_at, [], waiting=False))
+            self.world.calls.begin(Claim(self, client, record, ask(), request_id))
 
     def wait_for_blocks(self) -> None:
         """A claim waits until all or some blocks of a hold are settled."""
         client = self.pick_client()
         record = self._pick(client) if client is not None else None
+        preparing = [each for each in self.world.ledger.holds.open.values() if each.is_preparing]
+        if preparing and self.rng.random() < 0.5:
+            record = self.rng.choice(preparing)
         if record is None:
             return
         total = len(record.hold.items)
         blocks = self.rng.choice((0, 1, record.settled + 1, total, total + 1))
         settled = self.world.core.handoffs.is_settled(record.hold, blocks)
         told_at = min(blocks, total) if blocks else total
-        self.world.must(Invariant.HELD, settled == (record.settled >= told_at), f"{blocks} blocks are settled")
+        is_right = settled == (record.settled >= told_at) or (record.is_preparing and not settled)
+        self.world.must(Invariant.HELD, is_right, f"{blocks} blocks are settled")
         if not settled:
             record.told_at = told_at if record.told_at is None else min(record.told_at, told_at)
             self.world.saw("holds waited for in parts", told_at < total)
-
-    def _check_claim(self, record: HoldRecord, claim: HoldClaim, first: list[int]) -> None:
-        must = self.world.must
-        for item, (block, status) in enumerate(zip(record.hold.items, claim.statuses, strict=True)):
-            group = int.from_bytes(record.hold.keys[item][-4:], "big")
-            if group < len(first) and item < first[group]:
-                must(Invariant.HELD, not status, "a block that was not wanted")
-                continue
-            right = KeyStatus.MISS if block is None else KeyStatus.HIT if block.ready else KeyStatus.HIT_PENDING
-            must(Invariant.HELD, status == right, f"item {item} is said to be {status}")
-            must(Invariant.HELD, item not in record.at or status == KeyStatus.HIT, "a held block was evicted")
-        must(Invariant.HELD, claim.settled == record.settled, f"{claim.settled} blocks are said to be settled")
-        must(Invariant.HELD, (claim.lease is None) == (KeyStatus.HIT not in claim.statuses), "a lease on the hits")
-
-    def _claimed(self, client: Client, record: LeaseRecord) -> None:
-        self.world.saw("holds claimed")
-        found = [block for block in record.lease.items if block is not None]
-        gone = self.world.ledger.gone.get(client.session.namespace.id, set())
-        self.world.must(Invariant.RESET, gone.isdisjoint(found), "a claim of blocks from before a reset")
-        self.used(client.session, found, 0.0, 0)
-        self.world.ledger.leases[record.lease.id] = record
 
     def renew_hold(self) -> None:
         """Any client of the namespace sends a heartbeat."""

@@ -38,11 +38,20 @@ def _check_items(world: World, record: HoldRecord) -> None:
             raise Violation(Invariant.HELD, f"{hold.keys[item]!r} was evicted under a hold")
         if block is not None and block.ready:
             record.at[item] = (block, tuple(block.slots))
-        if block is not None and not block.ready and not block.pending and (record.orphaned or block.invalidated):
+        is_prepared = item < record.prepared
+        if (
+            is_prepared
+            and block is not None
+            and not block.ready
+            and not block.pending
+            and (record.orphaned or block.invalidated)
+        ):
             raise Violation(Invariant.HELD, f"{hold.keys[item]!r} is awaited, and no store is running")
-    awaited = sum(block is not None and not block.ready for block in hold.items)
+    awaited = sum(block is not None and not block.ready for block in hold.items[: record.prepared])
     if hold.awaited != awaited:
         raise Violation(Invariant.HELD, f"{hold.name} waits for {hold.awaited} blocks, not {awaited}")
+    if record.is_preparing:  # claims are told at the end
+        return
     if record.was_awaited and not awaited and hold.name not in world.changed:
         raise Violation(Invariant.HELD, f"all of {hold.name} is ready, and no claim was told")
     record.was_awaited = bool(awaited)
@@ -56,6 +65,7 @@ def _check_items(world: World, record: HoldRecord) -> None:
 def _check_bytes(world: World) -> None:
     """Held bytes count once, within the limit of each tenant."""
     held = dict.fromkeys(block for record in world.ledger.holds.open.values() for block in record.hold.items)
+    held |= dict.fromkeys(world.publishing())
     held.pop(None, None)
     shares = {share.tenant: share.quota_bytes for share in world.core_view.stats.tiers[0].shares}
     by_share = Counter[str]()
@@ -78,6 +88,7 @@ def check_private(world: World) -> None:
         if strays := [key for _, key in tier.blocks if is_hold_only(key)]:
             raise Violation(Invariant.PRIVATE, f"{tier.name} has {strays}")
     held = {block for record in world.ledger.holds.open.values() for block in record.hold.items}
+    held.update(world.publishing())
     for record in world.ledger.holds.ended:
         for held_block in [block for block in record.hold.items if block is not None and block.hold_only]:
             block = inside.block(world.core, *held_block.name)

@@ -19,12 +19,18 @@ class HoldRecord:
     duration: float
     expires_at: float
     was_awaited: bool = True
+    prepared: int = 0
+    """Number of items that the publication has prepared."""
     orphaned: bool = False
     """Whether its engine had no session at some time."""
     told_at: int | None = None
     """Number of settled blocks at which a claim that waits must be told; None if none waits."""
     at: dict[int, tuple[Block, tuple[int | None, ...]]] = field(default_factory=dict)
     """Per arrived item, the block and its slots when it was first seen."""
+
+    @property
+    def is_preparing(self) -> bool:
+        return self.prepared < len(self.hold.items)
 
     @property
     def settled(self) -> int:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from unittest import mock
 
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.catalog import CatalogEntry, EntryState
+from kvtier.tiers.core.commands import Waiter
 from kvtier.tiers.core.conversations import Conversation, ConversationTable
 from kvtier.tiers.core.in_flight_stores import Store
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.prefetches import PrefetchBudget
 from kvtier.tiers.core.requests import Request
+from kvtier.tiers.core.room_queue import _Line
 from kvtier.tiers.core.secondary import GATHER_SECONDS, SecondaryTierState
 from kvtier.tiers.core.transfers import JobKind
-from kvtier.tiers.types import EngineSession, tenant_of
+from kvtier.tiers.eviction.quotas import TenantShare
+from kvtier.tiers.types import EngineSession, NamespaceSpec, tenant_of
 
 from .model import Name
 
@@ -34,6 +37,7 @@ class CoreView:
         self.stats = core.stats()
         self.blocks = blocks(core)
         self.ready = [block for block in self.blocks if block.ready and not block.invalidated]
+        self.pinned = {block for block in self.blocks if block.pins}
         self.entries = [entries(secondary) for secondary in secondaries(core)]
         """Per secondary tier: the blocks that it holds or is storing, according to the core."""
         self.held: list[set[Name]] = [
@@ -51,6 +55,7 @@ def small_jobs(nbytes: int) -> Iterator[None]:
     """Limits jobs to `nbytes`, slices to three items and event logs to 16, to split all work."""
     limits = {"transfers.JOB_BYTES": nbytes, "event_log.RUN_KEYS": 3, "event_log.MAX_KEYS": 16}
     limits |= {f"{module}.SLICE": 3 for module in ("cpu_tier", "leases", "bulk_eviction", "conversation_tasks")}
+    limits["room_queue.MAX_WAITERS"] = 3
     limits |= {f"conversations.MAX_{name}": limit for name, limit in CONVERSATION_LIMITS.items()}
     with contextlib.ExitStack() as patches:
         for name, limit in limits.items():
@@ -128,6 +133,42 @@ def unswept(core: TierManager, namespace: bytes) -> list[Block]:
 def block(core: TierManager, namespace: NamespaceId, key: bytes) -> Block | None:
     """Returns one block of the CPU tier, in any state."""
     return core._cpu_tier._index.get(namespace, key)
+
+
+def promoting(core: TierManager) -> set[Block]:
+    """Returns the blocks that a tier is loading, or will load."""
+    return {block for block in core._cpu_tier._index if block.promoting}
+
+
+def clock(core: TierManager) -> int:
+    """Returns the logical time of the last use of blocks."""
+    return core._cpu_tier._clock
+
+
+def used_since(core: TierManager, session: EngineSession, keys: Iterable[bytes], then: int) -> list[Block]:
+    """Returns the blocks with these keys that were used after a logical time."""
+    blocks = (block(core, session.namespace.id, key) for key in dict.fromkeys(keys))
+    return [each for each in blocks if each is not None and each.last_use > then]
+
+
+def allocated_bytes(core: TierManager, spec: NamespaceSpec, key: bytes) -> int:
+    """Returns the size of all slots of a block."""
+    return core._cpu_tier.memory.slot_bytes_for(spec.part_bytes_of(key), spec.world_size) * spec.world_size
+
+
+def lines(core: TierManager) -> dict[TenantShare, _Line]:
+    """Returns the lookups that wait for room, by the tenant share that they need it of."""
+    return core.lookup_handler.room._lines
+
+
+def line_of(core: TierManager, namespace: NamespaceId) -> _Line | None:
+    """Returns the lookups that wait for room with one of this namespace; None without any."""
+    return lines(core).get(core._cpu_tier.queues.shares.of(namespace))
+
+
+def queued(line: _Line) -> list[Waiter]:
+    """Returns the lookups of a line."""
+    return [waiter for sessions in line.tenants.values() for waiters in sessions.values() for waiter in waiters]
 
 
 def slots_in_use(core: TierManager) -> set[int]:
@@ -231,29 +272,41 @@ def on_the_way(core: TierManager, secondary: SecondaryTierState) -> list[Block]:
     return [*secondary.write_back_queue, *chain.from_iterable(job.blocks for job in jobs)]
 
 
-def pins(core: TierManager) -> Counter[Block]:
-    """Returns the pins of leases, stores, jobs and queues per block."""
+def pins(core: TierManager, publishing: Iterable[Block]) -> Counter[Block]:
+    """Returns the pins of leases, stores, publications, holds, jobs and queues per block."""
     held = Counter[Block](chain.from_iterable(lease.items for lease in leases(core).values()))  # type: ignore[arg-type]
     del held[None]  # type: ignore[arg-type]
     held.update(chain.from_iterable(store.blocks for store in stores(core).values()))
+    held.update(chain.from_iterable(store.others for store in stores(core).values()))
+    held.update(core._stores._pending_unpins)
+    held.update(chain.from_iterable([*store.blocks, *store.others] for store in core._stores._abandoned))
     held.update(chain.from_iterable(job.blocks for job in core._transfers._jobs.values()))
     held.update(chain.from_iterable(secondary.write_back_queue for secondary in core._transfers.secondaries))
     for items, left in core._lookups.leases._pending_unpins:
         held.update(filter(None, items[:left]))
-    return held + hold_pins(core)
+    return held + hold_pins(core, publishing)
 
 
-def hold_pins(core: TierManager) -> Counter[Block]:
-    """Returns the pins of holds per block."""
-    return Counter(block for hold in core.handoffs.all() for block in hold.items if block is not None)
+def hold_pins(core: TierManager, publishing: Iterable[Block]) -> Counter[Block]:
+    """Returns the pins of holds and publications per block."""
+    held = Counter(block for hold in core.handoffs.all() for block in hold.items if block is not None)
+    held.update(publishing)
+    return held
 
 
-def queues(core: TierManager, core_view: CoreView) -> Iterator[tuple[str, list[object], list[object]]]:
-    """Yields each eviction queue by name, with its items and those that it should have."""
-    aside = hold_pins(core)
+def queues(
+    core: TierManager, core_view: CoreView, aside: Collection[Block], unsure: Collection[Block]
+) -> Iterator[tuple[str, list[object], list[object]]]:
+    """Yields each eviction queue by name, with its items and those that it should have.
+
+    `aside`: the blocks of holds, which are in no queue. `unsure`: blocks that are left out, because
+    they are in no queue if another hold had them before.
+    """
     for queue in core._cpu_tier.queues.all():
-        should = [b for b in core_view.blocks if b.queue is queue and _is_listed(b) and not (b.retained or b in aside)]
-        yield f"cpu/{queue.size_class}/{queue.share.name}", list(queue.victims()), should
+        blocks = [b for b in core_view.blocks if b.queue is queue and _is_listed(b) and b not in unsure]
+        should = [b for b in blocks if not (b.retained or b in aside)]
+        line: list[object] = [b for b in queue.victims() if b not in unsure]
+        yield f"cpu/{queue.size_class}/{queue.share.name}", line, list(should)
     for secondary, here in zip(secondaries(core), core_view.entries, strict=True):
         held = [entry for entry in here if not entry.retained]
         for queue in secondary.catalog.queues.all():
@@ -262,8 +315,8 @@ def queues(core: TierManager, core_view: CoreView) -> Iterator[tuple[str, list[o
 
 
 def _is_listed(block: Block) -> bool:
-    """Returns whether an index has the block, including one that a reset has removed."""
-    return block.namespace_index.blocks.get(block.key) is block
+    """Returns whether an index has the block, also one that a reset has removed, and it was used."""
+    return block.namespace_index.blocks.get(block.key) is block and block.last_use > 0
 
 
 def leftovers(core: TierManager) -> dict[str, object]:
@@ -275,6 +328,13 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "leased items": core._lookups.leases._items,
         "bytes of stores": core.store_handler.table.granted_bytes,
         "waiting leases": core._lookups.leases._waiting,
+        "leased bytes": core._lookups.leases.leased_bytes,
+        "lookups that wait for room": core._lookups.room._lines,
+        "number of lookups that wait for room": core._lookups.room._per_tenant,
+        "publications": core.handoffs._publications,
+        "pins of stores that have ended": core._stores._pending_unpins,
+        "abandoned stores": core._stores._abandoned,
+        "pins of holds that have ended": core.handoffs._pending_unpins,
         "pins of leases that have ended": core._lookups.leases._pending_unpins,
         "stores": core._stores.table._stores,
         "quarantine": core._stores.table._quarantine,

@@ -11,6 +11,7 @@ from . import inspect as inside
 from .guarantees import check_conversations, check_quotas, check_retained, check_ttl
 from .held import check_held, check_private
 from .model import Invariant, Violation, label
+from .rooms import check_room
 from .world import World
 
 __all__ = ["check", "check_settled"]
@@ -51,7 +52,7 @@ def _pins(world: World) -> None:
     for job in world.ledger.jobs.values():
         if job.slots != [tuple(block.slots) for block in job.command.blocks]:
             raise Violation(Invariant.PINS, "a block was moved under a job")
-    pins = inside.pins(world.core)
+    pins = inside.pins(world.core, world.publishing())
     for block in world.core_view.blocks:
         if block.pins != pins.pop(block, 0):
             raise Violation(Invariant.PINS, f"{block.key!r}: pins do not add up")
@@ -213,7 +214,11 @@ def _durable(world: World) -> None:
 
 def _line(world: World) -> None:
     """An eviction queue has exactly the evictable blocks."""
-    for name, line, kept in inside.queues(world.core, world.core_view):
+    holds = world.ledger.holds.open.values()
+    aside = {block for record in holds for block in record.hold.items[: record.prepared] if block is not None}
+    unsure = {block for record in holds for block in record.hold.items[record.prepared :] if block is not None}
+    unsure.update(world.publishing())
+    for name, line, kept in inside.queues(world.core, world.core_view, aside, unsure.difference(aside)):
         if len(line) != len(kept) or set(line) != set(kept):
             raise Violation(Invariant.LINE, f"{name}: {len(line)} in the queue, {len(kept)} are evictable")
 
@@ -255,6 +260,7 @@ CHECKS: dict[Invariant, Callable[[World], None]] = {
     Invariant.EVENTS: _events,
     Invariant.CONVERSATIONS: check_conversations,
     Invariant.LEAKS: _leaks,
+    Invariant.ROOM: check_room,
     Invariant.QUOTAS: check_quotas,
     Invariant.RETAINED: check_retained,
     Invariant.TTL: check_ttl,

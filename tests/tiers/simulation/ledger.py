@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from kvtier.tiers.core.block import Block
-from kvtier.tiers.core.commands import LoadFromTier, LookupInTier, StoreInTier
+from kvtier.tiers.core.commands import LoadFromTier, LookupInTier, StoreInTier, Waiter
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.negotiation import NamespaceId
 from kvtier.tiers.types import EngineSession, KeyStatus
@@ -20,7 +20,7 @@ from .holds import HoldBook
 from .model import Name
 from .requests import RequestBook, RequestRecord
 
-__all__ = ["Client", "JobRecord", "LeaseRecord", "Ledger", "StoreRecord"]
+__all__ = ["Client", "JobRecord", "LeaseRecord", "Ledger", "RoomBook", "StoreRecord"]
 
 
 @dataclass(eq=False, slots=True)
@@ -56,9 +56,11 @@ class StoreRecord:
     id: int
     client: Client
     request: RequestRecord | None
-    blocks: Sequence[Block]
+    blocks: list[Block]
     slots: list[int]
     expires_at: float
+    is_completing: bool = False
+    """Whether the client has completed it. `blocks` and `slots` are those not completed yet."""
     quarantine: set[int] | None = None
     """Connections that may still write after its end; None while it is running."""
 
@@ -87,6 +89,23 @@ class JobRecord:
     @property
     def is_load(self) -> bool:
         return isinstance(self.command, LoadFromTier)
+
+
+class RoomBook:
+    """What the lookups that wait for room were told."""
+
+    def __init__(self) -> None:
+        self.told: set[Waiter] = set()
+        """Lookups with an offer of room."""
+        self.heads: dict[object, Waiter | None] = {}
+        """Per tenant share the lookup that had the turn after the last event."""
+        self.passed: dict[object, Counter[bytes]] = {}
+        """Per tenant share and waiting tenant the number of turns of others since its last turn."""
+        self._tickets = 0
+
+    def next_ticket(self) -> int:
+        self._tickets += 1
+        return self._tickets
 
 
 class Ledger:
@@ -128,6 +147,10 @@ class Ledger:
     def in_flight(self) -> list[StoreRecord]:
         """Returns the stores that are running in the core."""
         return [record for record in self.stores.values() if record.quarantine is None]
+
+    def open_stores(self) -> list[StoreRecord]:
+        """Returns the stores in flight that no client has completed."""
+        return [record for record in self.in_flight() if not record.is_completing]
 
     def abandon(self, record: StoreRecord) -> None:
         """Ends a store without its writer."""
@@ -180,7 +203,7 @@ class Ledger:
         late = [number for number, record in self.leases.items() if record.expires_at <= now]
         for number in late:
             del self.leases[number]
-        silent = [record for record in self.in_flight() if record.expires_at <= now]
+        silent = [record for record in self.open_stores() if record.expires_at <= now]
         for record in silent:
             self.abandon(record)
         over = self.holds.expire(now)

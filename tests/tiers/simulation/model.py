@@ -139,6 +139,30 @@ EXERCISED = (
     "uses declined",
     "writes after the end",
     "wrong items named",
+    "claims abandoned",
+    "claims ended with their hold or lease",
+    "claims in slices",
+    "completions continued after their session",
+    "completions in slices",
+    "events between slices",
+    "holds ended during their publication",
+    "lookups abandoned",
+    "lookups fell short",
+    "lookups in slices",
+    "lookups lost their lease",
+    "lookups waited for room",
+    "prefetches abandoned",
+    "prefetches in slices",
+    "preparations abandoned",
+    "preparations in slices",
+    "publications abandoned",
+    "publications in slices",
+    "room taken after a wait",
+    "stores ended during their preparation",
+    "turns of several tenants",
+    "turns yielded",
+    "waits for room refused",
+    "waits for room timed out",
 )
 """Events that must occur in a large number of runs."""
 
@@ -171,6 +195,7 @@ class Invariant(enum.StrEnum):
     EVENTS = "events say which blocks each tier has"
     CONVERSATIONS = "conversations have the keys of their requests"
     LEAKS = "nothing leaks"
+    ROOM = "lookups that wait for room take turns"
     RAISED = "only refusals are raised"
 
 
@@ -217,6 +242,12 @@ class ModelTier(SecondaryTier):
         raise AssertionError("the world moves labels itself")
 
     load = store
+
+    def put(self, spec: NamespaceSpec, key: bytes, part_bytes: int) -> None:
+        """Stores a whole block, as an earlier or another server."""
+        parts = tuple(label(spec.id, key, rank) for rank in range(spec.world_size))
+        self.remove([(spec.id, key)])
+        self.blocks[spec.id, key] = (part_bytes * spec.world_size, parts)
 
     def remove(self, keys: Sequence[Name]) -> None:
         for name in keys:

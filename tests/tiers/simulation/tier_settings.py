@@ -42,6 +42,7 @@ def random_settings(rng: Random, capacities: dict[str, int]) -> TierSettings:
         ttl=ttl,
         tenants=tenants,
         retained_part=rng.choice((0.0, 0.5, 0.5, 1.0)),
+        leased_part=rng.choice((0.25, 0.5, 0.75, 1.0, 1.0)),
         held_part=rng.choice((0.0, 0.25, 0.5, 1.0)),
         max_holds=rng.choice((1, 3, 100)),
         spare_part=rng.choice((0.0, 1 / 64, 0.25)),

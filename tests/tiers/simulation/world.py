@@ -10,7 +10,8 @@ from dataclasses import replace
 from itertools import accumulate
 
 from kvtier.tiers.base import OffloadPolicy
-from kvtier.tiers.core.commands import Command, ContinueWork, HoldChanged, LeaseSettled
+from kvtier.tiers.core.block import Block
+from kvtier.tiers.core.commands import Command, ContinueWork, HoldChanged, LeaseSettled, RoomOffered
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER
 from kvtier.tiers.errors import CoreError
@@ -18,12 +19,14 @@ from kvtier.tiers.negotiation import DEFAULT_RULES, Rule
 from kvtier.tiers.types import EngineSession, NamespaceSpec
 
 from . import inspect as inside
+from .calls import Calls
 from .conversations import Conversations
 from .environment import Environment
 from .event_readers import EventReaders
 from .handoffs import Handoffs
-from .ledger import Ledger
-from .model import EXERCISED, EXTENT, Invariant, ModelTier, Name, Violation, is_hold_only, label
+from .hold_calls import Publication
+from .ledger import Ledger, RoomBook
+from .model import CHAINS, EXERCISED, EXTENT, SPECS, Invariant, ModelTier, Name, Violation, is_hold_only, label
 from .readers import Readers
 from .requests import RequestRecord, TierView
 from .sessions import Sessions
@@ -34,6 +37,9 @@ from .writers import Writers
 __all__ = ["World"]
 
 RULES = (DEFAULT_RULES, DEFAULT_RULES, (), (Rule(OffloadPolicy.REQUEST_LEVEL, "always"),))
+
+CONTINUED = 0.6
+"""Part of the events that continue a call, while there is one that need not wait."""
 
 MAX_WORK = 5000
 """Steps until all work must have ended, if no client asks for more."""
@@ -57,11 +63,15 @@ class World:
             tier.rules = self.rng.choice(RULES)
             if self.rng.random() < 0.3:
                 tier.share(gather_bytes=self.rng.choice((0, 10 * 4096)))
+            if self.rng.random() < 0.5:
+                self._fill(tier)
         self.sessions = Sessions(self)
         self.environment = Environment(self)
         weighted: dict[Callable[[], None], float] = {}
+        self.calls = Calls(self)
         for actors in (
             self.sessions,
+            self.calls,
             Writers(self),
             Readers(self),
             Handoffs(self),
@@ -75,9 +85,16 @@ class World:
         self.doing = "start"
         self.digest = hashlib.blake2b(digest_size=8)
 
+    def _fill(self, tier: ModelTier) -> None:
+        """Gives a tier blocks of an earlier run."""
+        for spec in SPECS:
+            for group, nbytes in enumerate(spec.part_bytes):
+                for key in self.rng.choice(CHAINS[group])[: self.rng.randint(1, 10)]:
+                    tier.put(spec, key, nbytes)
+
     def start_core(self) -> None:
         """Starts a server: memory is empty, and tiers keep their blocks."""
-        self.region_bytes = self.rng.choice((3, 5, 8)) * EXTENT
+        self.region_bytes = self.rng.choice((2, 3, 5, 8)) * EXTENT
         self.backed_bytes = 0
         for tier in self.tiers:
             tier.begun.clear()
@@ -100,6 +117,8 @@ class World:
         self.memory.clear()
         self.lost.clear()
         self.ledger = Ledger(len(self.tiers))
+        self.rooms = RoomBook()
+        self.calls.open.clear()
         self.ledger.stored.update(*self.core_view.held)
         self.work = Work(self)
         self.work_left = False
@@ -122,6 +141,9 @@ class World:
         self.take_commands()
 
     def step(self) -> None:
+        if self.calls.ready and self.rng.random() < CONTINUED:
+            self._event(self.calls.continue_call)
+            return
         self._event(self.rng.choices(self._actions, cum_weights=self._weights)[0])
 
     def _event(self, action: Callable[[], None]) -> None:
@@ -198,10 +220,15 @@ class World:
         if not condition and self.only in (None, invariant):
             raise Violation(invariant, text)
 
-    def saw(self, what: str, condition: bool = True) -> None:  # noqa: FBT001, FBT002 - a predicate
+    def saw(self, what: str, condition: bool = True, *, times: int = 1) -> None:  # noqa: FBT001, FBT002 - a predicate
         """Counts an event, if the condition holds."""
         if condition:
-            self.coverage[what] = self.coverage.pop(what) + 1
+            self.coverage[what] = self.coverage.pop(what) + times
+
+    def publishing(self) -> list[Block]:
+        """Returns the blocks that publications have pinned and no hold owns, once per pin."""
+        calls = (call for call in self.calls.open if isinstance(call, Publication))
+        return [block for call in calls for block in call.pinned]
 
     def refused(self, error: type[CoreError], event: Callable[[], object]) -> None:
         """Checks that an event is refused for this reason, and changes nothing."""
@@ -226,6 +253,8 @@ class World:
                 self.settled.add(command.lease_id)
             elif isinstance(command, HoldChanged):
                 self.changed.add(command.name)
+            elif isinstance(command, RoomOffered):
+                self.rooms.told.add(command.waiter)
             elif isinstance(command, ContinueWork):
                 self.must(Invariant.JOBS, not self.work_left, "the next slice was requested twice")
                 self.work_left = True
@@ -240,6 +269,9 @@ class World:
         """
         while self.ledger.clients:
             self._event(self.sessions.close_session)
+            yield
+        while self.calls.open:
+            self._event(self.calls.continue_call)
             yield
         while self.ledger.orphans:
             self._event(self.sessions.hang_up)

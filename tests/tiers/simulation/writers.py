@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from kvtier.tiers import errors
-from kvtier.tiers.types import DurableStatus, EngineSession, StoreAnswer, StoreStatus
+from kvtier.tiers.types import DurableStatus, EngineSession
 
 from . import inspect as inside
-from .actors import HOLD_SECONDS, Actors
+from .actors import Actors
 from .ledger import StoreRecord
 from .model import REQUESTS, Invariant, label
+from .store_calls import Completion, Preparation
 from .tier_settings import tenant_of
 
 __all__ = ["Writers"]
@@ -35,83 +36,44 @@ class Writers(Actors):
     def prepare_store(self) -> None:
         if (client := self.pick_client()) is None:
             return
-        session, keys, request_id = client.session, self.some_keys(client.session), self.rng.choice(REQUESTS)
+        session, keys = client.session, self.some_keys(client.session)
         if session.rank is None and session.namespace.world_size > 1:
-            self.world.refused(errors.InvalidItem, lambda: self._prepare(session, keys, request_id, 0))
+            self.world.refused(errors.InvalidItem, lambda: self._prepare(session, keys))
             return
         if self.rng.random() < 0.02:
             bad = [*keys, b"no such group" + (7).to_bytes(4, "big")]
-            self.world.refused(errors.InvalidKey, lambda: self._prepare(session, bad, request_id, 0))
+            self.world.refused(errors.InvalidKey, lambda: self._prepare(session, bad))
             return
-        expires_at = self.world.now + self.rng.choice(HOLD_SECONDS)
-        retain_until = self.retain_until()
-        answer = self._prepare(session, keys, request_id, expires_at, retain_until)
-        retain_until = self.conversation_used(session, request_id, keys, retain_until)
-        self._check_conversation(session, request_id, keys)
-        taken = [key for key, status in zip(keys, answer.statuses, strict=True) if status != StoreStatus.NO_ROOM]
-        blocks = [inside.block(self.world.core, session.namespace.id, key) for key in taken]
-        self.used(session, [block for block in blocks if block is not None], retain_until, answer.not_retained)
-        granted = [key for key, status in zip(keys, answer.statuses, strict=True) if status == StoreStatus.GRANTED]
-        self.world.must(Invariant.SLOTS, len(granted) == len(answer.slots), "a slot per granted block")
-        self.world.must(Invariant.SLOTS, (answer.store_id is None) == (not granted), "a store id for granted blocks")
-        self.world.saw("no room", StoreStatus.NO_ROOM in answer.statuses)
-        record = self.world.ledger.requests.get(session.engine, request_id)
-        names = [(session.namespace.id, key) for key in granted]
-        if record is not None and record.request_level_tiers:
-            self.world.insisted_on(record, dict.fromkeys(keys), set(names), session)
-        if answer.store_id is None:
-            return
-        if record is not None:
-            record.stores += 1
-        granted_blocks = self.world.core.store(session, answer.store_id).blocks
-        self.world.ledger.stores[answer.store_id] = StoreRecord(
-            answer.store_id, client, record, granted_blocks, answer.slots, expires_at
-        )
-        self.world.memory.update(dict.fromkeys(answer.slots, "unwritten"))
+        self.world.calls.begin(Preparation(self, client))
 
-    def _check_conversation(self, session: EngineSession, request_id: str, keys: list[bytes]) -> None:
-        """The conversation of a request has all keys of a store, unless it was forgotten."""
-        conversation = inside.conversation_of(self.world.core, session, request_id)
-        if conversation is not None and conversation.is_open:
-            room = inside.CONVERSATION_LIMITS["KEYS"] - len(conversation.latest)
-            self.world.must(
-                Invariant.CONVERSATIONS, conversation.keys.keys() >= set(keys) or room <= 0, "a used key is missing"
-            )
-
-    def _prepare(
-        self, session: EngineSession, keys: list[bytes], request_id: str, expires_at: float, retain_until: float = 0.0
-    ) -> StoreAnswer:
-        return self.world.core.prepare_store(
-            session, keys, request_id=request_id, expires_at=expires_at, retain_until=retain_until
-        )
+    def _prepare(self, session: EngineSession, keys: list[bytes]) -> None:
+        self.world.core.prepare_store(session, keys, request_id=self.rng.choice(REQUESTS), expires_at=0)
 
     def write_a_part(self) -> None:
         """A process writes a part of a block, possibly after the end of its store."""
         for record in self.world.ledger.stores.values():
-            if record.writers and self.rng.random() < 0.5:
+            is_writing = record.writers and (not record.is_completing or record.quarantine is not None)
+            if is_writing and self.rng.random() < 0.5:
                 for slot in record.slots:
                     self.world.memory[slot] = "half written"
                 self.world.saw("writes after the end", record.quarantine is not None)
 
     def complete_store(self) -> None:
-        for _ in range(1 + len(self.world.ledger.in_flight()) // 4):
-            self._complete_store()
+        for _ in range(1 + len(self._prepared()) // 4):
+            if stores := self._prepared():
+                record = self.rng.choice(stores)
+                failed = {n for n in range(len(record.slots)) if self.rng.random() < 0.1}
+                self._write(record, failed)
+                session = self.any_of(record.client.engine)
+                self.world.calls.begin(Completion(self, record.client, session, record, failed))
 
-    def _complete_store(self) -> None:
-        in_flight = self.world.ledger.in_flight()
-        if not in_flight:
-            return
-        record = self.rng.choice(in_flight)
-        session = self.any_of(record.client.engine)
-        failed = {n for n in range(len(record.slots)) if self.rng.random() < 0.1}
-        self._write(record, failed)
-        self.world.ledger.written(record)
-        self.world.core.complete_store(session, record.id, failed)
-        self.world.settings_model.takers.add(tenant_of(record.client.session.namespace.id))
-        self.world.saw("parts failed", bool(failed))
-        if record.request is not None:
-            written = [block for number, block in enumerate(record.blocks) if number not in failed]
-            self.world.is_due(record.request, [block.name for block in written if block.ready])
+    def _prepared(self) -> list[StoreRecord]:
+        """Returns the stores to complete, seldom also one that is not prepared, whose id was guessed."""
+        stores = self.world.ledger.open_stores()
+        if self.rng.random() < 0.05:
+            return stores
+        being_prepared = [call.record for call in self.world.calls.open if isinstance(call, Preparation)]
+        return [record for record in stores if record not in being_prepared]
 
     def _write(self, record: StoreRecord, failed: Collection[int]) -> None:
         rank = record.client.session.own_rank()
@@ -133,7 +95,9 @@ class Writers(Actors):
         if not mine:
             return
         session = self.rng.choice(mine).session
-        self.world.refused(errors.StoreNotFound, lambda: self.world.core.complete_store(session, record.id))
+        self.world.refused(
+            errors.StoreNotFound, lambda: self.world.core.store_handler.begin_completion(session, record.id)
+        )
         self.world.ledger.written(record)
         self.world.core.writer_done(session, record.id)
         self.world.saw("late completions")
@@ -144,30 +108,33 @@ class Writers(Actors):
         client = self.pick_client()
         if ended and client is not None:
             store_id = self.rng.choice(ended).id
-            self.world.refused(errors.StoreNotFound, lambda: self.world.core.complete_store(client.session, store_id))
+            self.world.refused(
+                errors.StoreNotFound, lambda: self.world.core.store_handler.begin_completion(client.session, store_id)
+            )
             self.world.saw("stores completed twice")
 
     def complete_another_engines_store(self) -> None:
-        in_flight = self.world.ledger.in_flight()
-        record = self.rng.choice(in_flight) if in_flight else None
+        stores = self.world.ledger.open_stores()
+        record = self.rng.choice(stores) if stores else None
         stranger = self.session_of_another(record.client.engine) if record is not None else None
         if record is None or stranger is None:
             return
         core, expires_at = self.world.core, self.world.now + 1000
         same_tenant = tenant_of(stranger.namespace.id) == tenant_of(record.client.session.namespace.id)
         refusal = errors.NotOwner if same_tenant else errors.StoreNotFound
-        self.world.refused(refusal, lambda: core.complete_store(stranger, record.id))
+        self.world.refused(refusal, lambda: core.store_handler.begin_completion(stranger, record.id))
         self.world.refused(refusal, lambda: core.renew_store(stranger, record.id, expires_at))
         core.writer_done(stranger, record.id)
         self.world.saw("strangers' stores completed")
 
     def name_wrong_items(self) -> None:
         """A completion with an item that was not granted is refused, and the store continues."""
-        in_flight = self.world.ledger.in_flight()
-        if in_flight:
-            record = self.rng.choice(in_flight)
+        if stores := self.world.ledger.open_stores():
+            record = self.rng.choice(stores)
             session, wrong = self.any_of(record.client.engine), [len(record.slots)]
-            self.world.refused(errors.InvalidItem, lambda: self.world.core.complete_store(session, record.id, wrong))
+            self.world.refused(
+                errors.InvalidItem, lambda: self.world.core.store_handler.begin_completion(session, record.id, wrong)
+            )
             self.world.saw("wrong items named")
 
     def reset(self) -> None:
@@ -177,7 +144,7 @@ class Writers(Actors):
         core, namespace = self.world.core, client.session.namespace.id
         waiting = core.resetting(client.session)
         before = {block for block in inside.blocks(core) if block.namespace == namespace}
-        held = inside.hold_pins(core)
+        held = inside.hold_pins(core, self.world.publishing())
         pinned = {block for block in before if block.pins > held[block] and not block.stalled}
         left = core.reset(client.session, retire=True)
         expected = waiting or len(pinned.union(inside.unswept(core, namespace)))

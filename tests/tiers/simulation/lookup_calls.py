@@ -1,0 +1,346 @@
+"""Simulated lookups and prefetches, which run in slices and may wait for room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from kvtier.tiers.core.block import Block
+from kvtier.tiers.core.leases import BlockLease, SlicedLookup
+from kvtier.tiers.core.lookups import LookupHandler
+from kvtier.tiers.negotiation import TierFilter
+from kvtier.tiers.types import KeyStatus, MissReason, tenant_of
+
+from . import inspect as inside
+from .actors import HOLD_SECONDS, Actors
+from .calls import Call
+from .ledger import Client, LeaseRecord
+from .model import REQUESTS, Invariant
+from .tier_settings import tenant_of as name_of
+
+__all__ = ["Lookup", "Prefetch"]
+
+WAITS = (0, 20, 300)
+"""Times that a lookup waits for room, in seconds."""
+
+
+class Lookup(Call):
+    """A lookup. Its lease is in the ledger from the first hit on."""
+
+    kind: ClassVar[str] = "lookups"
+    event: ClassVar[str] = "look_up"
+
+    def __init__(self, actors: Actors, client: Client, tiers: TierFilter) -> None:
+        super().__init__(actors, client)
+        self.keys, self.tiers = actors.some_keys(self.session), tiers
+        self.request_id, self.seconds = actors.rng.choice(REQUESTS), actors.rng.choice(HOLD_SECONDS)
+        self.waiting_size = actors.rng.choice((1, 2, 3))
+        self.record: LeaseRecord | None = None
+        """The lease in the ledger; None without a hit."""
+        self.found = 0
+        self.has_missed = self.is_waiting = False
+        self.deadline = 0.0
+        self.ticket = 0
+        """The order in which lookups began to wait."""
+        self.lookup = self._begin()
+        if self.lookup.may_wait and self._handler.must_queue(self.lookup):
+            self._wait()
+
+    def _begin(self) -> SlicedLookup:
+        core, rng = self.world.core, self.actors.rng
+        prefix, retain_until = rng.random() < 0.5, self.actors.retain_until()
+        self._query(prefix=prefix)
+        self.deadline = self.world.environment.latest + rng.choice(WAITS)
+        lookup = self._handler.begin(
+            self.session,
+            self.keys,
+            prefix=prefix,
+            request_id=self.request_id,
+            tiers=self.tiers,
+            min_hits=rng.choice((0, 0, 0, 3, 5)),
+            retain_until=retain_until,
+            conversation=core.requests.conversation_of(self.session, self.request_id),
+            may_wait=self.deadline > self.world.environment.latest,
+        )
+        self.actors.conversation_used(self.session, self.request_id, self.keys, retain_until)
+        return lookup
+
+    def _query(self, *, prefix: bool) -> None:
+        if self.actors.rng.random() < 0.5:
+            self.world.core.shared_tiers.query(self.session, self.keys, self.tiers, prefix=prefix)
+
+    @property
+    def _handler(self) -> LookupHandler:
+        return self.world.core.lookup_handler
+
+    @property
+    def is_ready(self) -> bool:
+        waiter = self.lookup.waiter
+        is_over = self.deadline <= self.world.environment.latest
+        return not self.is_waiting or waiter is None or waiter.is_offered or is_over
+
+    def step(self) -> bool:
+        lookup, must = self.lookup, self.world.must
+        if self.is_waiting:
+            self._wake()
+        if self.record is not None and not self._is_leased(self.record):
+            more = self._look_up()
+            must(Invariant.OWNERS, not more and lookup.answer().lease is None, "a lookup continues without its lease")
+            self.world.saw("lookups lost their lease")
+            self._leave()
+            return False
+        start, is_broken, lease = lookup.position, lookup.rest is not None, lookup.lease
+        promoting, leased = inside.promoting(self.world.core), self._leased_bytes()
+        resetting, clock = self.world.core.resetting(self.session), inside.clock(self.world.core)
+        not_retained = lookup.not_retained
+        more = self._look_up()
+        keys = self.keys[start : lookup.position]
+        fell_short = lookup.lease is None and lease is not None
+        items = self._items(lookup.lease or lease, start)
+        self._check_slice(start, items, is_broken=is_broken, resetting=bool(resetting))
+        found = [block for block in items if block is not None]
+        if lookup.lease is None:  # it has ended, because there are too few hits
+            found = [] if fell_short and not keys else inside.used_since(self.world.core, self.session, keys, clock)
+        self._check_room_taken([block for block in found if block.promoting and block not in promoting])
+        self.actors.used(
+            self.session, list(dict.fromkeys(found)), lookup.retain_until, lookup.not_retained - not_retained
+        )
+        self.found += len(found)
+        if fell_short:
+            assert lease is not None
+            self._fall_short(lease, start)
+        self._count(start, items)
+        self._check_part(leased)
+        if more and lookup.lacks_room:
+            self.world.take_commands()
+            self._wait()
+        elif not more:
+            self._end()
+            self._leave()
+        return more
+
+    def _look_up(self) -> bool:
+        lookup, lease, expires_at = self.lookup, self.lookup.lease, self.world.now + self.seconds
+        old = lease.expires_at if lease is not None else expires_at
+        size = self.size if lookup.waiter is None else self.waiting_size
+        more = self._handler.look_up_slice(lookup, size, expires_at=expires_at, now=self.world.now)
+        if lookup.lease is not None:
+            now = lookup.lease.expires_at
+            self.world.must(Invariant.OWNERS, now in (old, max(old, expires_at)), "a lease that ends at another time")
+        return more
+
+    def _is_leased(self, record: LeaseRecord) -> bool:
+        return self.world.ledger.leases.get(record.lease.id) is record
+
+    def _items(self, lease: BlockLease | None, start: int) -> list[Block | None]:
+        items: list[Block | None] = list(lease.items[start : self.lookup.position]) if lease is not None else []
+        return items + [None] * (self.lookup.position - start - len(items))
+
+    def _count(self, start: int, items: Sequence[Block | None]) -> None:
+        """Updates the ledger by the keys of a slice."""
+        lease, ledger, retries = self.lookup.lease, self.world.ledger, self.lookup.retries
+        pending = []
+        for position, block in enumerate(items, start):
+            if block is None or lease is None:
+                ledger.misses += position not in retries
+            elif block.ready:
+                ledger.hits[lease.sources[position]] += 1
+            else:
+                pending.append(position)
+        self._update_record(pending, counted=pending)
+
+    def _update_record(self, pending: Sequence[int], *, counted: Sequence[int]) -> None:
+        lease, ledger = self.lookup.lease, self.world.ledger
+        if lease is None:
+            return
+        record = self.record
+        if record is None:
+            record = self.record = LeaseRecord(lease, self.client, self.request_id, lease.expires_at, [], waiting=False)
+            ledger.leases[lease.id] = record
+        record.expires_at = lease.expires_at
+        record.waiting = record.waiting or bool(pending)
+        if counted and record not in ledger.waiting:
+            ledger.waiting.append(record)
+        record.pending += counted
+
+    def _fall_short(self, lease: BlockLease, start: int) -> None:
+        """There are fewer hits than `min_hits`: the lease has ended, and its hits are misses."""
+        ledger, record = self.world.ledger, self.record
+        self.world.saw("lookups fell short")
+        assert record is not None
+        for position, block in enumerate(lease.items[:start]):
+            if position in record.pending:
+                ledger.misses += 1
+            elif block is not None:
+                ledger.hits[lease.sources[position]] -= 1
+                ledger.misses += 1
+        record.pending.clear()
+        del ledger.leases[lease.id]
+        self.record = None
+
+    def _check_slice(self, start: int, items: Sequence[Block | None], *, is_broken: bool, resetting: bool) -> None:
+        """Checks the answer so far: present blocks hit, reset blocks miss, misses have a reason."""
+        lookup, must, namespace = self.lookup, self.world.must, self.session.namespace.id
+        old = self.world.ledger.gone.get(namespace, set())
+        must(Invariant.RESET, old.isdisjoint(items), "a block of before the reset is served")
+        if lookup.lease is not None:
+            names = [tier.name for tier in self.world.tiers]
+            left_out = {names.index(name) + 1 for name in self.tiers.names}
+            must(Invariant.FOUND, left_out.isdisjoint(lookup.lease.sources), "an excluded tier was read")
+        statuses, keys = lookup.answer().statuses()[start : lookup.position], self.keys[start : lookup.position]
+        if resetting:
+            self.world.saw("lookups during a reset")
+            must(Invariant.RESET, not any(items), "a lookup has hits during a reset")
+        elif not is_broken and not (lookup.prefix and lookup.min_hits):
+            seen = statuses.find(KeyStatus.MISS) + 1 if lookup.prefix else 0
+            for position, key in enumerate(keys[: seen or len(keys)], start):
+                block = inside.block(self.world.core, namespace, key)
+                if block is not None and block.ready and statuses[position - start] != KeyStatus.HIT:
+                    must(Invariant.FOUND, self._is_over_part(position), f"{key!r} is there")
+        self._check_first_miss(start, statuses)
+
+    def _check_first_miss(self, start: int, statuses: bytes) -> None:
+        if self.has_missed or KeyStatus.MISS not in statuses:
+            return
+        self.has_missed = True
+        position = start + statuses.index(KeyStatus.MISS)
+        if (outcomes := self._outcomes()) is None:
+            return
+        once = (self.session.namespace.id, self.keys[position]) in self.world.ledger.stored
+        denied = once and outcomes[position] in (MissReason.NEVER_STORED, MissReason.FORMAT_MISMATCH)
+        text = f"{self.keys[position]!r} was stored, and is said not to have been"
+        self.world.must(Invariant.FOUND, not denied, text)
+
+    def _outcomes(self) -> list[object] | None:
+        record = self.lookup.record
+        return [run.outcome for run in record.outcomes() for _ in range(run.count)] if record is not None else None
+
+    def _is_over_part(self, position: int) -> bool:
+        """Returns whether the leases of the tenant leave too little for a block that is there."""
+        outcomes = self._outcomes()
+        has_no_room = outcomes is not None and outcomes[position] is MissReason.NO_ROOM
+        part = self.world.settings_model.settings.leased_part
+        wanted = sum(inside.allocated_bytes(self.world.core, self.session.namespace, key) for key in self.keys)
+        return has_no_room and part < 1 and self._leased_bytes() + wanted > self._bound()
+
+    def _leased_bytes(self) -> int:
+        """Returns the bytes that leases of the tenant pin, also those that have just ended."""
+        return inside.leased_bytes(self.world.core)[tenant_of(self.session.namespace.id)]
+
+    def _bound(self) -> int:
+        shares = {share.tenant: share.quota_bytes for share in self.world.core_view.stats.tiers[0].shares}
+        free = self.world.region_bytes - sum(shares.values())
+        quota = shares.get(name_of(self.session.namespace.id), 0)
+        return int(self.world.settings_model.settings.leased_part * (quota or free))
+
+    def _check_part(self, before: int) -> None:
+        """A lookup adds no block beyond the part of the memory that the tenant's leases may pin."""
+        after, bound = self._leased_bytes(), self._bound()
+        if self.world.settings_model.settings.leased_part < 1 and after > before:
+            self.world.must(Invariant.ROOM, after <= bound, f"leases pin {after} bytes, of {bound} at most")
+
+    def _check_room_taken(self, started: Sequence[Block]) -> None:
+        """Only the lookup whose turn it is takes room, and the waiters of a session take turns."""
+        line = inside.line_of(self.world.core, self.session.namespace.id)
+        if not started or line is None:
+            return
+        self.world.saw("room taken after a wait")
+        self.world.must(Invariant.ROOM, line.head is self.lookup.waiter, "a lookup takes room before its turn")
+
+    def _wait(self) -> None:
+        """Waits as the server does. The tenant may have too many waiting lookups."""
+        lookup, room = self.lookup, self._handler.room
+        if lookup.waiter is None:
+            lookup.waiter = room.enter(self.session, self.world.now)
+            self.ticket = self.world.rooms.next_ticket()
+            self.world.saw("lookups waited for room" if lookup.waiter is not None else "waits for room refused")
+        if lookup.waiter is not None and lookup.is_over_budget:
+            room.yield_turn(lookup.waiter)
+            self.world.saw("turns yielded")
+        self.is_waiting = lookup.waiter is not None
+        lookup.may_wait = self.is_waiting
+
+    def _wake(self) -> None:
+        assert self.lookup.waiter is not None
+        if self.lookup.waiter.is_offered:
+            self.lookup.waiter.is_offered = False
+            self.world.rooms.told.discard(self.lookup.waiter)
+        else:
+            self.lookup.may_wait = False
+            self.world.saw("waits for room timed out")
+        self.is_waiting = False
+
+    def _leave(self) -> None:
+        if self.lookup.waiter is not None:
+            self._handler.room.leave(self.lookup.waiter, self.world.now)
+            self.world.rooms.told.discard(self.lookup.waiter)
+            self.lookup.waiter = None
+
+    def _end(self) -> None:
+        """The client gets the answer."""
+        lookup, must = self.lookup, self.world.must
+        statuses, outcomes = lookup.answer().statuses(), self._outcomes()
+        must(Invariant.FOUND, len(statuses) == len(self.keys), "a status per key")
+        assert outcomes is not None
+        must(Invariant.FOUND, len(outcomes) == len(self.keys), "a verdict per key")
+        for verdict, status in zip(outcomes, statuses, strict=True):
+            agrees = {KeyStatus.MISS: MissReason, KeyStatus.RETRY: type(None)}.get(KeyStatus(status), int)
+            must(Invariant.FOUND, isinstance(verdict, agrees), f"{status} is explained by {verdict}")
+        if self.request_id and self.slices == 1:
+            (known,) = [r for r in self.world.core.explain(self.request_id) if r.engine == self.session.engine]
+            must(Invariant.FOUND, known.lookups[-1] is lookup.record, "a lookup that is not explained")
+        if lookup.prefix and lookup.min_hits and not lookup.retries:
+            enough = not self.found or self.found >= lookup.min_hits or lookup.lease is None
+            must(Invariant.FOUND, enough, f"{self.found} hits, fewer than {lookup.min_hits}")
+        self.world.saw("prefixes too short", MissReason.BELOW_THRESHOLD in outcomes)
+        self.world.saw("lookups deferred", KeyStatus.RETRY in statuses)
+        self.world.saw("hits while pending", KeyStatus.HIT_PENDING in statuses)
+        self.world.saw("hits", KeyStatus.HIT in statuses)
+
+    def abandon(self) -> None:
+        self._handler.abandon(self.lookup)
+        self._drop_lease()
+        self._leave()
+
+    def _drop_lease(self) -> None:
+        if self.record is not None and self._is_leased(self.record):
+            del self.world.ledger.leases[self.record.lease.id]
+
+
+class Prefetch(Lookup):
+    """A prefetch. Each key counts once, and no lease is left."""
+
+    kind: ClassVar[str] = "prefetches"
+    event: ClassVar[str] = "prefetch"
+
+    def _begin(self) -> SlicedLookup:
+        self._query(prefix=True)
+        return self._handler.begin_prefetch(
+            self.session,
+            self.keys,
+            request_id=self.request_id,
+            tiers=self.tiers,
+            retain_until=self.actors.retain_until(),
+        )
+
+    def step(self) -> bool:
+        more = super().step()
+        if not more:
+            answer = self._handler.end_prefetch(self.lookup)
+            self._drop_lease()
+            counted = answer.present + answer.started + answer.missing + answer.no_room + answer.unanswered
+            must, found = self.world.must, answer.present + answer.started
+            must(Invariant.FOUND, counted == len(self.keys), f"{answer} for {len(self.keys)} keys")
+            must(Invariant.FOUND, found == self.found, f"{answer}, found {self.found}")
+            self.world.saw("promotions by prefetches", bool(answer.started))
+        return more
+
+    def _count(self, start: int, items: Sequence[Block | None]) -> None:
+        pending = [position for position, block in enumerate(items, start) if block is not None and not block.ready]
+        self._update_record(pending, counted=())
+
+    def _check_part(self, before: int) -> None:
+        """The lease of a prefetch is short, and is not limited."""
+
+    def _end(self) -> None:
+        pass
