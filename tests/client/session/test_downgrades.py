@@ -20,6 +20,7 @@ from harness.traffic import PART, wait_connected
 from kvtier.client import Client
 from kvtier.client.session import session as session_module
 from kvtier.cuda.host.region import RegionError
+from kvtier.protos.v1 import common_pb2, session_pb2
 
 NAMESPACE = namespace_of(PART)
 
@@ -122,3 +123,25 @@ def test_a_client_without_a_downgrade(server: ServerProcess, caplog: pytest.LogC
                 wait_for_bulk(client)
             assert client.downgrades == ()
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+def test_a_downgrade_after_a_recovery_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Also in a later session of the client. Another cause is another warning."""
+    what: session_module.Slower = "kvtier: streams do not use the socket"
+    warned: dict[session_module.Slower, str] = {}
+
+    def new_session() -> session_module.ClientSession:
+        return session_module.ClientSession(
+            common_pb2.SessionRef(), session_pb2.CapabilitiesResponse(), None, "", warned=warned
+        )
+
+    session = new_session()
+    for cause in ("refused", "refused", "timed out"):
+        session.downgraded(what, cause)
+    assert session.downgrades == {what: "timed out"}
+    session.recovered(what)
+    assert session.downgrades == {}
+    session.downgraded(what, "timed out")
+    new_session().downgraded(what, "timed out")
+    causes = ["refused", "timed out", "timed out"]
+    assert warnings_of(caplog, what) == [f"{what}: {cause}" for cause in causes]
