@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness.auth_site import make_site
@@ -17,7 +18,8 @@ from harness.polling import wait_until
 from harness.server_process import ServerProcess
 from harness.traffic import PART, wait_connected
 
-from kvtier.client import Client
+from kvtier.client import Client, InvalidRequest
+from kvtier.client.session import connection
 from kvtier.client.session import session as session_module
 from kvtier.cuda.host.region import RegionError
 from kvtier.protos.v1 import common_pb2, session_pb2
@@ -58,6 +60,27 @@ def test_a_hidden_socket_of_the_region(server: ServerProcess, caplog: pytest.Log
         reconnect(client, 1)
         assert client.transport == "shm"
         assert client.downgrades == ()
+
+
+def test_a_region_of_another_user(
+    server: ServerProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warning names the remedy, and `shm` is refused with it."""
+
+    def stat(path: str) -> os.stat_result:
+        raise PermissionError(path)
+
+    names = SimpleNamespace(stat=stat, getpid=os.getpid)
+    monkeypatch.setattr(connection, "os", names)
+    with Client(server.endpoint, namespace=NAMESPACE) as client:
+        wait_connected(client)
+        assert "run the engine as the server's user" in client.downgrades[0]
+        assert warnings_of(caplog, "shared memory is not used") == [f"kvtier: {client.downgrades[0]}"]
+    with (
+        Client(server.endpoint, namespace=NAMESPACE, transport="shm") as client,
+        pytest.raises(InvalidRequest, match="run the engine as the server's user"),
+    ):
+        client.wait_until_connected(60)
 
 
 def test_a_region_that_cannot_be_mapped(

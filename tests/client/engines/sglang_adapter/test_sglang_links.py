@@ -153,3 +153,15 @@ def test_old_leases_are_forgotten(clock: SimpleNamespace) -> None:
     leased = found.take([b"key"])
     assert leased is not None
     assert leased.lease.id == 81, "the oldest that is not too old"
+
+
+def test_no_call_has_more_keys_than_the_server_accepts() -> None:
+    """A lookup names the first keys only. Loads and stores make several calls."""
+    client = LeaseClient([HIT] * 3)
+    link = link_of(client)
+    client.max_keys = 2
+    assert link.find(HASHES) == 2
+    assert [*link._batches(3)] == [(0, 2), (2, 3)]
+    client.max_keys = None
+    assert [*link._batches(3)] == [(0, 3)]
+    assert [*link._batches(0)] == []
