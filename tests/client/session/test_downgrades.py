@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness.auth_site import make_site
@@ -17,10 +18,12 @@ from harness.polling import wait_until
 from harness.server_process import ServerProcess
 from harness.traffic import PART, wait_connected
 
-from kvtier.client import AsyncClient, Client
+from kvtier.client import AsyncClient, Client, InvalidRequest
+from kvtier.client.session import connection
 from kvtier.client.session import session as session_module
 from kvtier.cuda.host.pinning import PinError, Pinning
 from kvtier.cuda.host.region import RegionError
+from kvtier.protos.v1 import common_pb2, session_pb2
 
 NAMESPACE = namespace_of(PART)
 
@@ -58,6 +61,27 @@ def test_a_hidden_socket_of_the_region(server: ServerProcess, caplog: pytest.Log
         reconnect(client, 1)
         assert client.transport == "shm"
         assert client.downgrades == ()
+
+
+def test_a_region_of_another_user(
+    server: ServerProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warning names the remedy, and `shm` is refused with it."""
+
+    def stat(path: str) -> os.stat_result:
+        raise PermissionError(path)
+
+    names = SimpleNamespace(stat=stat, getpid=os.getpid)
+    monkeypatch.setattr(connection, "os", names)
+    with Client(server.endpoint, namespace=NAMESPACE) as client:
+        wait_connected(client)
+        assert "run the engine as the server's user" in client.downgrades[0]
+        assert warnings_of(caplog, "shared memory is not used") == [f"kvtier: {client.downgrades[0]}"]
+    with (
+        Client(server.endpoint, namespace=NAMESPACE, transport="shm") as client,
+        pytest.raises(InvalidRequest, match="run the engine as the server's user"),
+    ):
+        client.wait_until_connected(60)
 
 
 def test_a_region_that_cannot_be_mapped(
@@ -183,3 +207,25 @@ def test_a_client_without_a_downgrade(server: ServerProcess, caplog: pytest.LogC
                 wait_for_bulk(client)
             assert client.downgrades == ()
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+def test_a_downgrade_after_a_recovery_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Also in a later session of the client. Another cause is another warning."""
+    what: session_module.Slower = "kvtier: streams do not use the socket"
+    warned: dict[session_module.Slower, str] = {}
+
+    def new_session() -> session_module.ClientSession:
+        return session_module.ClientSession(
+            common_pb2.SessionRef(), session_pb2.CapabilitiesResponse(), None, "", warned=warned
+        )
+
+    session = new_session()
+    for cause in ("refused", "refused", "timed out"):
+        session.downgraded(what, cause)
+    assert session.downgrades == {what: "timed out"}
+    session.recovered(what)
+    assert session.downgrades == {}
+    session.downgraded(what, "timed out")
+    new_session().downgraded(what, "timed out")
+    causes = ["refused", "timed out", "timed out"]
+    assert warnings_of(caplog, what) == [f"{what}: {cause}" for cause in causes]

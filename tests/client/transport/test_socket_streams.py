@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import signal
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from kvtier.client.effects import Pull
-from kvtier.client.errors import ChecksumMismatch, DeadlineExceeded, SessionLost
-from kvtier.client.part_streams import PartReceiver
+from kvtier.client.effects import Pull, Push
+from kvtier.client.errors import ChecksumMismatch, DeadlineExceeded, LeaseLost, SessionLost
+from kvtier.client.part_streams import PartReceiver, PartSender
 from kvtier.client.session.session import ClientSession
 from kvtier.client.session.socket_calls import SocketTarget
 from kvtier.client.transport import socket_streams
-from kvtier.client.transport.aio_transport import _run_to_end
+from kvtier.client.transport.aio_transport import AsyncGrpcTransport, _run_to_end
 from kvtier.client.transport.socket_streams import SocketStreams
+from kvtier.client.transport.sync_transport import GrpcTransport
 from kvtier.cuda.host.socket_io import Connection, checksum
 from kvtier.protos.credentials import Credentials
+from kvtier.protos.error_reasons import status_of
 from kvtier.protos.v1 import common_pb2, session_pb2, transfer_pb2
 from kvtier.protos.wire import socket_frames as frames
 
@@ -100,6 +107,65 @@ def test_the_end_of_a_session_ends_its_streams(
     streams.peer.read(frames.HEAD_BYTES)  # the stream waits for its answer
     streams.session.end()
     assert isinstance(pulled.exception(SOON), SessionLost)
+
+
+def test_a_refusal_during_a_push_is_its_error(streams: Streams, executor: ThreadPoolExecutor) -> None:
+    """The server refuses the call and reads no more. The client then cannot send the rest."""
+    memory = (ctypes.c_char * (8 << 20))()
+    source = PartSender(REF, 1, [ctypes.addressof(memory)], [len(memory)])
+
+    def refuse() -> None:
+        number = streams.call()
+        streams.peer.send([frames.pack_error(number, status_of("STORE_NOT_FOUND", "no such store"))])
+        streams.peer.socket.shutdown(socket.SHUT_RD)
+
+    refused = executor.submit(refuse)
+    with pytest.raises(LeaseLost, match="no such store"):
+        streams.push(Push(streams.session, source, 0, 1 << 20, complete=True, timeout=SOON))
+    refused.result(SOON)
+
+
+class Retried:
+    """Stands for the sockets. A stream is interrupted, and then replaced by a second one."""
+
+    found = False
+
+    def __init__(self, interrupt: Callable[[], object]) -> None:
+        self._interrupt = interrupt
+        self.first, self.second = threading.Event(), threading.Event()
+
+    def stream(self, session: ClientSession, move: Callable[[Any], Any]) -> None:
+        def push(_: Any, on_start: Callable[[Any], object]) -> None:
+            on_start(SimpleNamespace(cancel=self.first.set))
+            self._interrupt()
+            assert self.first.wait(SOON)
+            on_start(SimpleNamespace(cancel=self.second.set))
+
+        move(SimpleNamespace(push=push))
+
+
+def test_an_interrupt_also_cancels_the_stream_of_a_retry() -> None:
+    """That stream starts after the interrupt, which waits for its end."""
+    transport = GrpcTransport.__new__(GrpcTransport)
+    sockets = transport._sockets = Retried(
+        lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        transport._stream(mock.Mock(), lambda streams, on_start: streams.push(None, on_start))
+    assert sockets.second.is_set()
+
+
+async def test_a_cancellation_also_cancels_the_stream_of_a_retry() -> None:
+    transport = AsyncGrpcTransport.__new__(AsyncGrpcTransport)
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    sockets = transport._sockets = Retried(lambda: loop.call_soon_threadsafe(task.cancel))
+    with ThreadPoolExecutor(1) as threads:
+        transport._stream_threads = threads
+        with pytest.raises(asyncio.CancelledError):
+            await transport._stream(mock.Mock(), lambda streams, on_start: streams.push(None, on_start))
+    task.uncancel()
+    assert sockets.second.is_set()
 
 
 async def test_a_cancellation_shortens_work_that_runs_to_its_end() -> None:

@@ -18,6 +18,7 @@ from kvtier.protos.wire.packed_keys import unpack_offsets
 from kvtier.server.bulk.messages import Begin, Caller, End, Granted, Refusal
 from kvtier.server.refused import Refused
 from kvtier.server.runtime import TierRuntime
+from kvtier.server.services import long_calls
 from kvtier.tiers.base import NamespaceId, TierFilter
 from kvtier.tiers.core.secondary import Presence
 from kvtier.tiers.errors import InvalidItem, InvalidKey, StoreNotFound
@@ -34,6 +35,8 @@ from kvtier.tiers.types import (
 MANY = 4096
 CHANGES = 200
 KEYS = [key_of(number) for number in range(MANY)]
+KEY_TURNS = MANY // long_calls._KEY_SLICE
+"""Turns in which a call reads and checks its keys, before it pins a block."""
 
 
 @pytest.fixture(autouse=True)
@@ -440,7 +443,7 @@ def test_prefetches_run_in_slices() -> None:
             await until(lambda: not calls.pins())
             before = calls.long_calls._scheduler.turns
             call = asyncio.create_task(calls.service.Prefetch(cache_pb2.PrefetchRequest(keys=KEYS), None))
-            await until(lambda: calls.long_calls._scheduler.turns == before + 5)
+            await until(lambda: calls.long_calls._scheduler.turns == before + KEY_TURNS + 5)
             assert calls.pins()
             call.cancel()
             await asyncio.wait([call])
@@ -459,7 +462,7 @@ def test_a_lookup_that_ends_early_leaves_nothing(ends: str, turns: int) -> None:
         async with serving() as calls:
             calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
             call = asyncio.create_task(calls.look_up(KEYS, want_slots=True))
-            await until(lambda: calls.long_calls._scheduler.turns == turns)
+            await until(lambda: calls.long_calls._scheduler.turns == KEY_TURNS + turns)
             assert not call.done()
             assert calls.pins()
             if ends == "call":

@@ -279,7 +279,10 @@ def test_an_unannounced_request_gets_both_calls_in_order() -> None:
 
 
 def test_requests_of_an_ended_session_end() -> None:
-    """Its stores are aborted, its awaited blocks dropped, and its tiers told once."""
+    """Its stores are aborted, its awaited blocks dropped, and its tiers told once.
+
+    The request log counts the awaited blocks as incomplete.
+    """
     eager = RequestLevelTier("eager", 1 << 20)
     rig = Rig(eager)
     other = rig.open("other")
@@ -288,6 +291,8 @@ def test_requests_of_an_ended_session_end() -> None:
     prepare(rig, keys(0, 1))
     rig.core.close_session(rig.session.id)
     assert eager.finished == ["r"]
+    [record] = rig.core._request_log.find("r")
+    assert record.incomplete == 1, "the block that the other client still writes"
     rig.core.complete_store(other, answer.store_id)
     assert not rig.core._requests._requests
 

@@ -13,8 +13,8 @@ from rig import hashes, kv_pool, rows
 
 from kvtier.client import KeyStatus
 from kvtier.client.engines.failures import RateLimitedWarnings
-from kvtier.client.engines.sglang import found_pages
-from kvtier.client.engines.sglang.deadlines import Deadline
+from kvtier.client.engines.sglang import deadlines, found_pages
+from kvtier.client.engines.sglang.deadlines import COPY_SECONDS, Deadline
 from kvtier.client.engines.sglang.found_pages import LEASE_SECONDS, FoundPages
 from kvtier.client.engines.sglang.links import PoolLink
 from kvtier.client.engines.sglang.pools import KV, HostPool
@@ -98,6 +98,19 @@ def test_a_lookup_that_a_shared_tier_has_not_answered_is_repeated() -> None:
     assert client.released == [1]
 
 
+def test_a_wait_leaves_time_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If little is left of a call, tiers get less than their setting, and at last no time."""
+    monkeypatch.setattr(deadlines, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    client = LeaseClient([RETRY], [HIT], [HIT], [RETRY], [HIT])
+    link = link_of(client)
+    with client.deadline.within(COPY_SECONDS + 0.25):
+        assert link.find(HASHES[:1]) == 1
+        assert link.load(HASHES[1:2], rows(0)) == 1
+    with client.deadline.within(COPY_SECONDS / 2):
+        assert link.find(HASHES[:1]) == 1
+    assert client.waits == [None, 0.25, 0.25, None, 0.0]
+
+
 def test_each_page_of_a_window_is_looked_up() -> None:
     """A lookup of a window does not end at the first page that is missing."""
     client = LeaseClient([MISS, PENDING, HIT])
@@ -140,3 +153,15 @@ def test_old_leases_are_forgotten(clock: SimpleNamespace) -> None:
     leased = found.take([b"key"])
     assert leased is not None
     assert leased.lease.id == 81, "the oldest that is not too old"
+
+
+def test_no_call_has_more_keys_than_the_server_accepts() -> None:
+    """A lookup names the first keys only. Loads and stores make several calls."""
+    client = LeaseClient([HIT] * 3)
+    link = link_of(client)
+    client.max_keys = 2
+    assert link.find(HASHES) == 2
+    assert [*link._batches(3)] == [(0, 2), (2, 3)]
+    client.max_keys = None
+    assert [*link._batches(3)] == [(0, 3)]
+    assert [*link._batches(0)] == []

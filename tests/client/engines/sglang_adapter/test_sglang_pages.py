@@ -214,6 +214,7 @@ def test_rows_must_fit_the_keys(server: ServerProcess) -> None:
     with attach(server.endpoint, kv_pool(seed=1)) as storage, attach(server.endpoint, pool) as other:
         storage.batch_set_v1(KEYS, rows(*range(6)))
         assert other.batch_get_v1(KEYS, rows(0, 1)) == [False] * 6
+        assert other.batch_get_v1(KEYS[:2], rows(0, 1)[:-1]) == [False] * 2, "the last page has a row too few"
         assert other.batch_set_v1(KEYS, rows(0)[: PAGE - 1]) == [False] * 6
         assert not any(page_of(pool, 0))
 

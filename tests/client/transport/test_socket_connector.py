@@ -1,0 +1,85 @@
+"""Connector to the socket for streams: which session and which connection its streams use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from kvtier.client.errors import NotConnected
+from kvtier.client.session.session import ClientSession
+from kvtier.client.transport.socket_connector import GrpcStreams, SocketConnector
+from kvtier.protos.credentials import Credentials
+from kvtier.protos.endpoint import client_endpoint
+from kvtier.protos.v1 import common_pb2, session_pb2
+
+
+def session_of() -> ClientSession:
+    return ClientSession(common_pb2.SessionRef(session_id=bytes(16)), session_pb2.CapabilitiesResponse(), None, "")
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[ClientSession]:
+    """Sessions for which a search was started. No search finds a socket."""
+    sessions: list[ClientSession] = []
+    monkeypatch.setattr(SocketConnector, "_run_search", lambda _, session: sessions.append(session))
+    return sessions
+
+
+@pytest.fixture
+def connector() -> Iterator[SocketConnector]:
+    made = SocketConnector(mock.Mock(), client_endpoint("unix:/none"), Credentials(), enabled=True)
+    yield made
+    made.close()
+
+
+def connected(connector: SocketConnector, session: ClientSession) -> Any:
+    """Connects as a search that has found the socket."""
+    streams = mock.Mock()
+    connector._streams, connector._session = streams, session
+    return streams
+
+
+def test_streams_of_an_ended_session_are_not_used(connector: SocketConnector, searched: list[ClientSession]) -> None:
+    """A new session searches anew. Its streams use gRPC meanwhile."""
+    old, new = session_of(), session_of()
+    streams = connected(connector, old)
+    assert connector.stream(old, lambda used: used) is streams
+    assert isinstance(connector.stream(new, lambda used: used), GrpcStreams)
+    connector.close()
+    assert searched == [new]
+    streams.close.assert_called_once_with()
+
+
+def test_a_broken_connection_is_searched_again(connector: SocketConnector, searched: list[ClientSession]) -> None:
+    """The stream that notices the end fails. The session names the downgrade."""
+    session = session_of()
+    streams = connected(connector, session)
+    with pytest.raises(NotConnected):
+        connector.stream(session, mock.Mock(side_effect=NotConnected("broken")))
+    streams.close.assert_called_once_with()
+    assert not connector.found
+    assert session.transport == "grpc"
+    assert list(session.downgrades) == ["kvtier: streams do not use the socket"]
+    assert isinstance(connector.stream(session, lambda used: used), GrpcStreams)
+    connector.close()
+    assert searched == [session]
+
+
+def test_a_late_failure_does_not_end_a_newer_connection(connector: SocketConnector) -> None:
+    """A stream over the earlier connection fails after the connector has found another one."""
+    session = session_of()
+    connected(connector, session)
+    newer = mock.Mock()
+
+    def fail_late(_: Any) -> None:
+        connector._streams = newer
+        raise NotConnected("broken")
+
+    with pytest.raises(NotConnected):
+        connector.stream(session, fail_late)
+    assert connector.stream(session, lambda used: used) is newer
+    newer.close.assert_not_called()
+    assert not session.downgrades
