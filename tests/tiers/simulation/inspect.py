@@ -315,7 +315,7 @@ def queues(
 
 
 def _is_listed(block: Block) -> bool:
-    """Returns whether an index has the block, also one that a reset has removed, and it was used."""
+    """Returns whether the block was used and an index has it, also one removed by a reset."""
     return block.namespace_index.blocks.get(block.key) is block and block.last_use > 0
 
 
