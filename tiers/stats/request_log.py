@@ -61,7 +61,7 @@ def limit_runs(runs: tuple[OutcomeRun, ...]) -> tuple[OutcomeRun, ...]:
 
 
 def below_threshold(runs: Sequence[OutcomeRun]) -> tuple[OutcomeRun, ...]:
-    """Returns the outcomes of a lookup that has fewer hits than `min_hits`: none of them is a hit."""
+    """Returns the outcomes of a lookup with fewer hits than `min_hits`: none is a hit."""
     short = [MissReason.BELOW_THRESHOLD if isinstance(run.outcome, int) else run.outcome for run in runs]
     counts = zip(short, (run.count for run in runs), strict=True)
     grouped = groupby(counts, key=itemgetter(0))

@@ -303,7 +303,7 @@ def queues(
 
 
 def _is_listed(block: Block) -> bool:
-    """Returns whether an index has the block, also one that a reset has removed, and it was used."""
+    """Returns whether an index has the block, even a removed one, and the block was used."""
     return block.namespace_index.blocks.get(block.key) is block and block.last_use > 0
 
 

@@ -21,7 +21,7 @@ MOST_PASSED = 2
 
 
 def check_room(world: World) -> None:
-    """Exactly the waiting lookups are queued; the first one is offered room as soon as there is any."""
+    """Exactly the waiting lookups are queued; the first one is told of any new room."""
     calls = {call.lookup.waiter: call for call in world.calls.open if isinstance(call, Lookup)}
     calls.pop(None, None)
     lines = inside.lines(world.core)
@@ -37,7 +37,7 @@ def check_room(world: World) -> None:
     for share, line in lines.items():
         head = line.head
         if head is None or head not in queued:
-            raise Violation(Invariant.ROOM, "nobody has the turn")
+            raise Violation(Invariant.ROOM, "no lookup has the turn")
         earlier = [each for each in queued if each.session_id == head.session_id and _is_before(calls, each, head)]
         if earlier:
             raise Violation(Invariant.ROOM, "a later lookup of a session has the turn")
