@@ -747,13 +747,6 @@ MUTANTS = (
         "return next(reversed(waiters))",
     ),
     Mutant(
-        "a tenant keeps the turn while others wait",
-        Invariant.ROOM,
-        "core/room_queue.py",
-        "tenant = _first_but(line.last[0], line.tenants)",
-        "tenant = line.last[0] if line.last[0] in line.tenants else next(iter(line.tenants))",
-    ),
-    Mutant(
         "lookups take room before their turn",
         Invariant.ROOM,
         "core/room_queue.py",
