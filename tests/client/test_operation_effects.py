@@ -154,7 +154,7 @@ GRANTING: dict[str, Callable[[Operations], Any]] = {
 def test_a_grant_without_a_known_answer_is_withdrawn(
     script: Script, method: str, error: KVTierError, *, is_unknown: bool
 ) -> None:
-    """Only if the server gave no reason. Only a refused session ends, not one that lost a connection."""
+    """Only if the server gave no reason. A lost connection does not end the session."""
     for _ in range(2):
         with pytest.raises(type(error)):
             script.perform(GRANTING[method](script.operations), error)
@@ -193,7 +193,7 @@ def test_a_load_whose_stream_breaks(script: Script) -> None:
 
 @pytest.mark.parametrize("error", [LimitExceeded("slow down", "RATE_LIMITED"), DeadlineExceeded("too slow")])
 def test_a_load_whose_stream_is_refused(script: Script, error: KVTierError) -> None:
-    """No second stream. The lease ends: at once if the server answers, otherwise in the background."""
+    """No second stream. The lease ends, in the background if the server does not answer."""
     loading = script.operations.load(KEYS, buffers(), request_id="", wait=0.0)
     results = [found(HIT, HIT, hits=2), error]
     if error.reason:
@@ -212,7 +212,7 @@ def pushed(nbytes: int, *, completed: bool = False) -> transfer_pb2.PushResponse
 
 
 def test_a_store_whose_stream_breaks(script: Script) -> None:
-    """The second stream begins after the bytes that the server has. A call then completes the store."""
+    """The second stream begins after the bytes that the server has. A call completes the store."""
     storing = script.operations.store(KEYS, buffers(), request_id="")
     statuses = script.perform(
         storing,
@@ -229,7 +229,7 @@ def test_a_store_whose_stream_breaks(script: Script) -> None:
 
 
 def test_a_store_that_has_ended_when_its_stream_breaks(script: Script) -> None:
-    """The client stores what the server lacks under a new grant. It reports what has no room now."""
+    """The client stores what the server lacks under a new grant. It reports what has no room."""
     storing = script.operations.store(KEYS, buffers(), request_id="r", retain_for=4.0)
     lost = LeaseLost("no such store", "STORE_NOT_FOUND")
     results = [granted(GRANTED, GRANTED), BROKEN, lost, cache_pb2.WithdrawGrantsResponse()]

@@ -16,7 +16,7 @@ from kvtier.protos.endpoint import client_endpoint
 
 
 def intervals(monkeypatch: pytest.MonkeyPatch, *outcomes: Exception | None) -> list[float]:
-    """Returns the seconds before each further attempt. An outcome of None: the session has ended."""
+    """Returns the seconds before each further attempt. None: a session was open, and has ended."""
     left, waits = iter(outcomes), list[float]()
 
     class Closing(threading.Event):
