@@ -52,6 +52,7 @@ _RELATED: Mapping[str, tuple[str, ...]] = {
     "client/events/": ("tests/client/events", f"{_ADAPTERS}server_events.py"),
     "client/handoff/": ("tests/client/handoff",),
     "client/offload/": ("tests/client/offload",),
+    "client/operations/": ("tests/client/test_operation_effects.py", "tests/client/test_client.py"),
     "client/part_streams.py": ("tests/client/test_part_streams.py",),
     "client/transport/": ("tests/client/transport", "tests/client/session", "tests/client/test_cancel.py"),
     "cuda/device/": ("tests/cuda/device",),
