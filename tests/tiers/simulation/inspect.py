@@ -22,7 +22,7 @@ from kvtier.tiers.core.room_queue import _Line
 from kvtier.tiers.core.secondary import GATHER_SECONDS, SecondaryTierState
 from kvtier.tiers.core.transfers import JobKind
 from kvtier.tiers.eviction.quotas import TenantShare
-from kvtier.tiers.types import EngineSession, NamespaceSpec
+from kvtier.tiers.types import EngineSession, NamespaceSpec, tenant_of
 
 from .model import Name
 
@@ -71,6 +71,18 @@ def blocks(core: TierManager) -> list[Block]:
 def leased_bytes(core: TierManager) -> Counter[bytes]:
     """Returns the bytes of the blocks that leases pin, by the tag of their tenant."""
     return core._lookups.leases.leased_bytes
+
+
+def granted_bytes(core: TierManager) -> tuple[Counter[bytes], Counter[bytes]]:
+    """Returns the bytes of the slots of stores by tenant: as counted, and as they are."""
+    table, found = core.store_handler.table, Counter[bytes]()
+    for store in table:
+        found[tenant_of(store.owner.engine[0])] += sum(block.queue.size_class for block in store.blocks)
+    for store in core.store_handler._abandoned:
+        found[tenant_of(store.owner.engine[0])] += sum(block.queue.size_class for block in store.blocks)
+    for entry in table._quarantine.values():
+        found[tenant_of(entry.engine[0])] += core._cpu_tier.memory.slot_bytes_of(entry.offsets)
+    return table.granted_bytes, +found
 
 
 def prefetched(core: TierManager) -> tuple[set[Block], PrefetchBudget]:
@@ -303,7 +315,7 @@ def queues(
 
 
 def _is_listed(block: Block) -> bool:
-    """Returns whether an index has the block, even a removed one, and the block was used."""
+    """Returns whether the block was used and an index has it, also one removed by a reset."""
     return block.namespace_index.blocks.get(block.key) is block and block.last_use > 0
 
 
@@ -314,6 +326,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "leases by session": core._lookups.leases._by_session,
         "leases by request": core._lookups.leases._by_request,
         "leased items": core._lookups.leases._items,
+        "bytes of stores": core.store_handler.table.granted_bytes,
         "waiting leases": core._lookups.leases._waiting,
         "leased bytes": core._lookups.leases.leased_bytes,
         "lookups that wait for room": core._lookups.room._lines,

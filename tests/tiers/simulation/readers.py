@@ -20,7 +20,7 @@ class Readers(Actors):
     """Events of clients that read."""
 
     def actions(self) -> dict[Callable[[], None], float]:
-        is_crowded = self.rng.random() < 0.3  # then lookups wait for room
+        is_crowded = self.rng.random() < 0.3  # lookups keep leases, and others wait for room
         return {
             self.look_up: 60 if is_crowded else 16,
             self.prefetch: 2,

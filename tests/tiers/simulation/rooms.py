@@ -21,7 +21,7 @@ MOST_PASSED = 2
 
 
 def check_room(world: World) -> None:
-    """Exactly the waiting lookups are queued; the first one is told of any new room."""
+    """Exactly the waiting lookups are queued; the first one is offered room at once."""
     calls = {call.lookup.waiter: call for call in world.calls.open if isinstance(call, Lookup)}
     calls.pop(None, None)
     lines = inside.lines(world.core)

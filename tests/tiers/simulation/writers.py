@@ -68,7 +68,7 @@ class Writers(Actors):
                 self.world.calls.begin(Completion(self, record.client, session, record, failed))
 
     def _prepared(self) -> list[StoreRecord]:
-        """Returns the stores to complete; seldom also one whose preparation has not ended."""
+        """Returns the stores to complete, seldom also an unprepared one, whose id was guessed."""
         stores = self.world.ledger.open_stores()
         if self.rng.random() < 0.05:
             return stores
