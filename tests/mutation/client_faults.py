@@ -388,7 +388,8 @@ CLIENT_FAULTS = (
     Fault(
         "a load without a leading hit keeps its lease",
         "client/operations/loads.py",
-        "                if found.id:\n                    yield from self._release_granted(found, grant_id)\n                return 0",
+        "                if found.id:\n                    yield from self._release_granted(found, grant_id)\n"
+        "                return 0",
         "                return 0",
     ),
     Fault(
