@@ -144,9 +144,11 @@ class Retried:
         move(SimpleNamespace(push=push))
 
 
-def test_an_interrupt_also_cancels_the_stream_of_a_retry() -> None:
+def test_an_interrupt_also_cancels_the_stream_of_a_retry(request: pytest.FixtureRequest) -> None:
     """That stream starts after the interrupt, which waits for its end."""
     transport = GrpcTransport.__new__(GrpcTransport)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores the signal
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     sockets = transport._sockets = Retried(
         lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
     )
