@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.models.llama import modeling_llama
 
 from kvtier.client.engines.transformers import KVTierCache
@@ -636,18 +636,19 @@ def test_hooks_beside_the_named_ones_stop_the_cache(model: Any, server: FakeServ
             assert cache.last_hit.tokens == 0
 
 
-def test_a_replaced_attention_function_is_noticed(
-    model: Any, cache: KVTierCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replaced_attention_function_is_noticed(model: Any, cache: KVTierCache) -> None:
     original = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def patched(*arguments: Any, **options: Any) -> Any:
         output, weights = original(*arguments, **options)
         return output * 0.5, weights
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", patched)
-    assert _same(_kept(cache), _plain(model))
-    assert cache.last_hit.tokens == 0
+    AttentionInterface.register("sdpa", patched)
+    try:
+        assert _same(_kept(cache), _plain(model))
+        assert cache.last_hit.tokens == 0
+    finally:
+        AttentionInterface.register("sdpa", original)
 
 
 def test_a_cache_of_a_batch_is_not_stored(model: Any, server: FakeServer) -> None:
