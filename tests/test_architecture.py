@@ -40,7 +40,6 @@ PURE = {
 """Modules of the standard library that a core may import: no I/O, no clock, no threads."""
 
 FOREIGN_PRIVATE = {
-    "_global_mapping",  # of transformers
     *("_checkpoints", "_insert_block_hash", "_maybe_evict_cached_block"),  # vLLM
     *("_collector_to_names", "_labelnames"),  # prometheus-client
     *("_exit", "_run_exitfuncs", "_shutdown"),  # Python
