@@ -10,6 +10,7 @@ _CACHE = "server/services/cache.py"
 _TRANSFER = "server/services/transfer.py"
 _DEVICES = "server/services/devices.py"
 _SESSIONS = "server/rpc/sessions.py"
+_RECEPTIONS = "server/rpc/receptions.py"
 _SOCKETS = "server/rpc/socket_calls.py"
 _STREAMS = "server/bulk/streams.py"
 _BROKER = "server/bulk/broker.py"
@@ -147,7 +148,7 @@ SERVER_FAULTS = (
     ),
     Fault(
         "connections that wait for memory wait for ever",
-        _SOCKETS,
+        _RECEPTIONS,
         "for each in self._waiting if nbytes else ():",
         "for each in ():",
     ),
