@@ -36,6 +36,8 @@ idle one."""
 _TRIM_SECONDS = 5.0
 _KEPT_BYTES = 32 << 20
 """Memory that the process keeps for further requests, in addition to what it had after a trim."""
+_AGAIN_SECONDS, _MAX_AGAIN_SECONDS = 10.0, 3600.0
+"""Time to a further trim if much memory was in use during the last one, doubled after each."""
 _SHARE = 2000
 """Minimum ratio of the pause before a full collection to the duration of the previous one.
 
@@ -86,14 +88,17 @@ class HeapTrimmer:
     """Returns free memory to the kernel if the process has grown in two checks in a row.
 
     The resident memory decides, not the free bytes of the heap: most of those can be free pages
-    that an earlier trim has returned.
+    that an earlier trim has returned. Memory that was in use during a trim may be free later, which
+    the resident memory does not show, so such a trim is repeated.
     """
 
     def __init__(self, now: float) -> None:
         self._checked_at = now
-        self._least = own_bytes()
-        """The least resident memory since the last trim."""
+        self._least = self._floor = own_bytes()
+        """The least resident memory: since the last trim, and since the start."""
         self._has_grown = False
+        self._again_at = float("inf")
+        self._again_seconds = _AGAIN_SECONDS
 
     async def tick(self, now: float) -> bool:
         """Checks the memory every five seconds; returns whether the heap was trimmed."""
@@ -103,8 +108,15 @@ class HeapTrimmer:
         resident = own_bytes()
         self._least = min(self._least, resident)
         had_grown, self._has_grown = self._has_grown, resident > self._least + _KEPT_BYTES
-        if not (had_grown and self._has_grown):
+        if had_grown and self._has_grown:
+            self._again_seconds = _AGAIN_SECONDS
+        elif now < self._again_at:
             return False
         await asyncio.to_thread(trim_heap)  # takes 0.1 s for hundreds of MiB
         self._least, self._has_grown = own_bytes(), False
+        self._floor = min(self._floor, self._least)
+        self._again_at = float("inf")
+        if self._least > self._floor + _KEPT_BYTES:
+            self._again_at = now + self._again_seconds
+            self._again_seconds = min(2 * self._again_seconds, _MAX_AGAIN_SECONDS)
         return True

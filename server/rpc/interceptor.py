@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Self
 from urllib.parse import unquote
 
@@ -36,6 +36,10 @@ _OPEN = "/kvtier.v1.SessionService/Open"
 _CAPABILITIES = "/kvtier.v1.SessionService/Capabilities"
 _PACED = ("/grpc.health.", "/grpc.reflection.")
 """Begin of the methods that have a rate, with `_CAPABILITIES`."""
+_MAX_METADATA = 512
+_MAX_METADATA_BYTES = 32 << 10
+"""More than gRPC accepts (32 KiB, of which each entry counts 32 bytes). But if a connection ends
+within a block of headers, gRPC begins a call with all headers that have arrived: megabytes."""
 _MAX_STREAMS = 256
 """Maximum number of running streams of a method, over TCP and over the Unix socket."""
 _MAX_STREAMS_OF = {"/kvtier.v1.EventService/WatchEvents": 1024}
@@ -114,6 +118,8 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
+        if _is_cut_off(handler_call_details.invocation_metadata or ()):
+            return None
         handler: Any = await continuation(handler_call_details)
         if handler is None:  # gRPC refuses an unknown method
             await self.refusal_pace.wait()
@@ -313,6 +319,11 @@ async def _send(context: grpc.aio.ServicerContext, answer: Any) -> None:
 def session_id_of(message: bytes) -> bytes:
     """Returns the id of the session that a serialized request begins with; b"" if it has none."""
     return message[4 : 4 + _SESSION_ID_BYTES] if message[:1] + message[2:4] == _SESSION_TAGS else b""
+
+
+def _is_cut_off(metadata: Sequence[tuple[str, str | bytes]]) -> bool:
+    """Returns whether the connection of a call ended before its metadata was complete."""
+    return len(metadata) > _MAX_METADATA or sum(len(value) for _, value in metadata) > _MAX_METADATA_BYTES
 
 
 def _with_parser(

@@ -31,6 +31,8 @@ from kvtier.protos.wire import socket_frames as frames
 
 PART = 1 * MIB
 REGION = 32 * MIB
+CONFIG = "[leases]\npart = 1.0"
+"""The victim may use each free slot."""
 COUNT = 8
 STREAMS = 8
 TIMEOUT = 60.0
@@ -98,11 +100,11 @@ def place(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     directory = tmp_path_factory.mktemp("o")
     with contextlib.ExitStack() as stack:
         if request.param == "tls":
-            site = make_site(directory, region=REGION)
+            site = make_site(directory, region=REGION, config=CONFIG)
             stack.enter_context(site.server.start())
             place = Place(tls_route(site), site.credentials("acme-reader"), site.credentials("zeta-engine"), site)
         else:
-            route = stack.enter_context(serving(request.param, directory, region=REGION))
+            route = stack.enter_context(serving(request.param, directory, region=REGION, config=CONFIG))
             place = Place(route, Credentials(), Credentials(), None)
         yield place
         assert place.route.server.alive

@@ -85,3 +85,23 @@ def test_memory_of_a_burst_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asyncio.run(run())
     assert trimmed == 4
+
+
+async def test_memory_that_is_freed_after_a_trim_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trim is repeated while much memory was in use, at longer and longer intervals."""
+    in_use, resident = 0, 40 * MIB
+
+    def trim() -> None:
+        nonlocal resident
+        resident = 40 * MIB + in_use
+
+    monkeypatch.setattr("kvtier.server.process.gc_tuning.trim_heap", trim)
+    monkeypatch.setattr("kvtier.server.process.gc_tuning.own_bytes", lambda: resident)
+    trimmer = HeapTrimmer(0.0)
+    in_use, resident = 800 * MIB, 1300 * MIB
+    ticks = [second for second in range(5, 105, 5) if await trimmer.tick(second)]
+    assert ticks == [10, 20, 40, 80]
+    in_use = 0
+    ticks = [second for second in range(105, 1000, 5) if await trimmer.tick(second)]
+    assert ticks == [160]
+    assert resident == 40 * MIB

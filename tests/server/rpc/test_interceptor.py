@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -154,3 +155,20 @@ async def test_a_handler_may_write_its_answers() -> None:
         assert [answer async for answer in channel.unary_stream("/test/Stream")(b"")] == [b"first", b"second"]
         await asyncio.wait_for(observed.ended.wait(), 60)
         assert observed[0][1] == "OK"
+
+
+@pytest.mark.parametrize("metadata", [[("x", "y")] * 513, [("x", "y" * 1000)] * 33, [("x-bin", bytes(33 << 10))]])
+async def test_a_call_whose_metadata_is_cut_off_has_no_handler(metadata: list[tuple[str, str | bytes]]) -> None:
+    """It begins because its connection ended. A handler would read its metadata again."""
+    asked: list[object] = []
+
+    async def find(details: object) -> Any:
+        asked.append(details)
+        return grpc.unary_unary_rpc_method_handler(lambda *_: b"")
+
+    interceptor = RefusalInterceptor(lambda *_: None)
+    cut_off: Any = SimpleNamespace(method="/test/Call", invocation_metadata=metadata)
+    assert await interceptor.intercept_service(find, cut_off) is None
+    assert not asked
+    whole: Any = SimpleNamespace(method="/test/Call", invocation_metadata=[("authorization", "x" * 8000)] * 3)
+    assert await interceptor.intercept_service(find, whole) is not None
