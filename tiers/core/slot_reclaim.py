@@ -23,7 +23,8 @@ __all__ = ["SlotReclaimer"]
 _EXTENT_CANDIDATES = 256
 """How many victims of another class are examined to find an extent."""
 _SEARCHED_SLOTS = 8192
-"""How many slots are examined if there is no other victim: 1 ms. The next search goes on there."""
+"""How many slots and extents are examined if there is no other victim: 1 ms. The next search goes
+on there."""
 
 
 class SlotReclaimer:
@@ -122,9 +123,12 @@ class SlotReclaimer:
             return []
         examined = 0
         for extent in self._memory.extents_after(self._searched):
+            if examined >= _SEARCHED_SLOTS:
+                break
+            self._searched = extent
+            examined += 1
             if extent.slot_bytes in (0, slot_bytes):
                 continue
-            self._searched = extent
             for number, owner in enumerate(map(self._owners.get, self._memory.slots_of(extent)), start=1):
                 if owner is not None and (owner.pins or owner.retained):
                     examined += number
@@ -134,8 +138,6 @@ class SlotReclaimer:
                 blocks = self._owners_of(extent)
                 if blocks and _all_evictable(blocks, share):
                     return blocks
-            if examined >= _SEARCHED_SLOTS:
-                break
         return []
 
     def _blocks_of_extent(self, block: Block, share: TenantShare, blocked: set[int]) -> list[Block] | None:

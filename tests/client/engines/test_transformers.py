@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from harness.polling import wait_until
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from harness.tiny_llama import tiny_llama
+from transformers import DynamicCache
 
 from kvtier.client.engines.transformers import KVTierCache
 from kvtier.client.engines.transformers.cache_layout import CACHE_ARGUMENT
@@ -22,25 +23,9 @@ BLOCK = 8
 PROMPT = torch.randint(4, 64, (1, 40), generator=torch.Generator().manual_seed(1))
 
 
-def _llama(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        pad_token_id=0,
-        initializer_range=0.3,  # outputs that differ from token to token
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return _llama()
+    return tiny_llama()
 
 
 @pytest.fixture
@@ -145,7 +130,7 @@ def test_what_differs_is_not_shared(model: Any, endpoint: str, options: dict[str
 
 def test_other_weights_are_not_shared(model: Any, server: FakeServer) -> None:
     """A model of the same shape with other weights finds nothing, without being told."""
-    with _cache(model, server) as first, _cache(_llama(seed=1), server) as second:
+    with _cache(model, server) as first, _cache(tiny_llama(seed=1), server) as second:
         _kept(first, PROMPT)
         _kept(second, PROMPT)
         assert second.last_hit.tokens == 0

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from harness.tiny_llama import one_thread, tiny_llama  # noqa: F401 - a fixture
+from transformers import LlamaConfig
 
 from kvtier.client.engines.identity import SCHEME, WEIGHTS
 from kvtier.client.engines.transformers import KVTierCache
@@ -24,32 +25,6 @@ from kvtier.client.testing import FakeServer
 BLOCK = 8
 PROMPT = torch.randint(4, 64, (1, 40), generator=torch.Generator().manual_seed(1))
 NOT_KNOWN = "the digest of the weights is not known yet"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tiny models are slower with more threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def _llama(**settings: Any) -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        pad_token_id=0,
-        initializer_range=0.3,
-        **settings,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def _weight(model: Any) -> torch.nn.Parameter:
@@ -91,7 +66,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_nothing_waits_for_the_digest(gate: threading.Event) -> None:
     """Until it is known every request is a miss with a reason, and the server is not called."""
     server = FakeServer()
-    with _cache(_llama(), server) as cache:
+    with _cache(tiny_llama(), server) as cache:
         assert [_hit(cache), _hit(cache)] == [0, 0]
         assert cache.bypassed == {NOT_KNOWN: 2}
         assert not cache.wait_until_identified(0)
@@ -101,11 +76,11 @@ def test_nothing_waits_for_the_digest(gate: threading.Event) -> None:
         assert cache.wait_until_identified(60)
         assert [_hit(cache), _hit(cache)] == [0, 32]
         assert cache.bypassed == {NOT_KNOWN: 2}
-    assert _other_process(_llama(), server) == 32
+    assert _other_process(tiny_llama(), server) == 32
 
 
 def test_kv_computed_before_the_digest_was_known_is_stored_after_it(gate: threading.Event) -> None:
-    with _cache(model := _llama(), FakeServer()) as cache:
+    with _cache(model := tiny_llama(), FakeServer()) as cache:
         restored, hit = cache.restore(PROMPT)
         with torch.inference_mode():
             model(input_ids=PROMPT, **{CACHE_ARGUMENT: restored})
@@ -119,13 +94,13 @@ def test_a_named_model_is_known_at_once() -> None:
     """No weights are read, so the constructor waits for the settings."""
     server = FakeServer()
     for hit in (0, 32):
-        with _cache(_llama(), server, name="m", revision="1") as cache:
+        with _cache(tiny_llama(), server, name="m", revision="1") as cache:
             assert _hit(cache) == hit
             assert cache.client is not None
 
 
 def test_a_closed_cache_stays_closed(gate: threading.Event) -> None:
-    cache = _cache(_llama(), FakeServer())
+    cache = _cache(tiny_llama(), FakeServer())
     cache.close()
     gate.set()
     assert not cache.wait_until_identified(60)
@@ -152,14 +127,14 @@ def test_weights_that_change_during_the_digest_get_no_shared_identity(
     gate: threading.Event, change: Callable[[Any], None]
 ) -> None:
     """Neither that of the weights before the change nor that of the weights after it."""
-    server, changed = FakeServer(), _llama()
+    server, changed = FakeServer(), tiny_llama()
     with _cache(changed, server) as cache:
         change(changed)
         gate.set()
         cache.wait_until_identified(60)
         assert [_hit(cache), _hit(cache)] == [0, 32]
-        assert _other_process(_llama(), server) == 0
-        other = _llama()
+        assert _other_process(tiny_llama(), server) == 0
+        other = tiny_llama()
         _counted(other)
         assert _other_process(other, server) == 0
 
@@ -168,7 +143,7 @@ def test_weights_that_change_during_the_digest_and_return(
     gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a trainer swaps in averaged weights for a while. Only the digest sees them."""
-    server, model = FakeServer(), _llama()
+    server, model = FakeServer(), tiny_llama()
     with _cache(model, server) as cache:
         _uncounted(model)
         gate.set()
@@ -176,10 +151,10 @@ def test_weights_that_change_during_the_digest_and_return(
         _weight(model).data.mul_(0.5)
         assert [_hit(cache), _hit(cache)] == [0, 32]
         assert ["has no identity" in record.message for record in caplog.records] == [True]
-        other = _llama()
+        other = tiny_llama()
         _counted(other)
         assert _other_process(other, server) == 0
-        assert _other_process(_llama(), server) == 0
+        assert _other_process(tiny_llama(), server) == 0
 
 
 def _at(tensor: int, change: Callable[[], object]) -> Callable[[], bool]:
@@ -217,7 +192,7 @@ def test_the_bytes_that_are_hashed_are_compared(form: Callable[[Any], Any]) -> N
 
 
 def test_tensors_that_are_replaced_during_the_digest_do_not_count() -> None:
-    model = _llama()
+    model = tiny_llama()
     expected = WeightsDigest(Snapshot(model)).compute()
     assert WeightsDigest(Snapshot(model)).compute(_at(1, lambda: _replaced(model))) == expected
 
@@ -225,14 +200,14 @@ def test_tensors_that_are_replaced_during_the_digest_do_not_count() -> None:
 @pytest.mark.parametrize("change", [lambda storage: storage.resize_(0), lambda storage: storage.resize_(1 << 20)])
 def test_memory_that_is_freed_during_the_digest_is_not_read(change: Callable[[Any], Any]) -> None:
     """As distributed training frees the memory of parameters in place."""
-    model = _llama()
+    model = tiny_llama()
     reader = WeightsDigest(Snapshot(model))
     with pytest.raises(ChangedWeights, match="other memory"):
         reader.compute(_at(1, lambda: change(_weight(model).untyped_storage())))
 
 
 def _formed(form: Callable[[Any], Any]) -> Any:
-    model = _llama()
+    model = tiny_llama()
     form(model)
     return model
 
@@ -259,7 +234,7 @@ def test_each_byte_of_a_large_tensor_counts(place: int, monkeypatch: pytest.Monk
 
 def test_replaced_weights_leave_the_memory_after_the_digest() -> None:
     """Also if it has failed."""
-    model = _llama()
+    model = tiny_llama()
     reader, storage = WeightsDigest(Snapshot(model)), weakref.ref(_weight(model).untyped_storage())
     _replaced(model)
     with pytest.raises(ChangedWeights):
@@ -276,18 +251,18 @@ def test_a_digest_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
 
     server = FakeServer()
     monkeypatch.setattr(WeightsDigest, "compute", fail)
-    with _cache(_llama(), server) as cache:
+    with _cache(tiny_llama(), server) as cache:
         assert cache.wait_until_identified(60)
         assert [_hit(cache), _hit(cache)] == [0, 32]
     assert [record.message for record in caplog.records] == [
         "kvtier: this process shares no blocks, because its model has no identity: no memory"
     ]
-    assert _other_process(_llama(), server) == 0
+    assert _other_process(tiny_llama(), server) == 0
 
 
 def test_a_fork_during_the_digest(gate: threading.Event) -> None:
     """The child has no such thread. It waits for nothing, and has right answers."""
-    with _cache(_llama(), FakeServer()) as cache:
+    with _cache(tiny_llama(), FakeServer()) as cache:
         child = os.fork()
         if child == 0:  # pragma: no cover
             code = 1
@@ -313,7 +288,7 @@ def test_the_namespace_has_the_scheme_of_all_adapters() -> None:
         names.append(namespace)
         return server.client(namespace)
 
-    with KVTierCache(_llama(), connect=connect) as cache:
+    with KVTierCache(tiny_llama(), connect=connect) as cache:
         cache.wait_until_identified(60)
     assert names[0].attributes.items() >= SCHEME.items()
     assert names[0].attributes.keys() >= {WEIGHTS, "settings", "state", "torch", "engine", "device"}
@@ -332,21 +307,21 @@ def test_the_namespace_has_the_scheme_of_all_adapters() -> None:
 )
 def test_a_setting_counts_unless_it_is_neutral(settings: dict[str, Any], *, counts: bool) -> None:
     """Also a setting that kvtier does not know."""
-    assert (_attributes(_llama())["settings"] != _attributes(_llama(**settings))["settings"]) is counts
+    assert (_attributes(tiny_llama())["settings"] != _attributes(tiny_llama(**settings))["settings"]) is counts
 
 
 def test_all_settings_of_an_inner_configuration_count() -> None:
     """Also the attention implementation, which its `to_dict` lacks."""
     found = set()
     for implementation in ("eager", "sdpa"):
-        model = _llama()
+        model = tiny_llama()
         model.config.text_config = LlamaConfig(attn_implementation=implementation)
         found.add(_attributes(model)["settings"])
     assert len(found) == 2
 
 
 def test_tensors_that_the_model_changes_itself_do_not_count() -> None:
-    model = _llama()
+    model = tiny_llama()
     path = "model.model.rotary_emb.inv_freq"
     before = WeightsDigest(Snapshot(model), {path}).compute()
     model.model.rotary_emb.inv_freq.mul_(2.0)
@@ -359,7 +334,7 @@ def test_files_that_settings_name_count(tmp_path: Path) -> None:
     found = []
     for content in ("1", "2", "1"):
         scales.write_text(content)
-        found.append(_attributes(_llama(kv_scales=str(scales)))["settings"])
+        found.append(_attributes(tiny_llama(kv_scales=str(scales)))["settings"])
     assert found[0] == found[2] != found[1]
 
 
@@ -367,7 +342,7 @@ def test_settings_that_cannot_be_compared_are_not_shared() -> None:
     """A tensor in the configuration: the process has a namespace of its own."""
     server = FakeServer()
     for _ in range(2):
-        model = _llama()
+        model = tiny_llama()
         model.config.scales = torch.ones(3)
         with _cache(model, server) as cache:
             assert cache.wait_until_identified(60)
@@ -399,7 +374,7 @@ def test_functions_with_equal_names_and_other_code_are_distinguished(one: Any, o
     """Two processes that give a layer another activation function."""
 
     def state(function: Any) -> str:
-        model = _llama()
+        model = tiny_llama()
         mlp = model.model.layers[0].mlp
         del mlp.act_fn
         function.__qualname__ = "f"

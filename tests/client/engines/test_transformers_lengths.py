@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from harness.tiny_llama import SMALL, one_thread, tiny_llama  # noqa: F401 - a fixture
 from transformers import (
     BartConfig,
     BartForCausalLM,
@@ -15,8 +15,6 @@ from transformers import (
     DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     MptConfig,
     MptForCausalLM,
     Phi3Config,
@@ -33,16 +31,6 @@ from kvtier.client.testing import FakeServer
 BLOCK = 8
 LIMIT = 64
 TOKENS = torch.randint(4, 64, (1, 400), generator=torch.Generator().manual_seed(1))
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,
-}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 LONG = {
     "rope_type": "longrope",
@@ -55,19 +43,9 @@ LONG = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": LIMIT}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tiny models are slower with more threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def _llama(rope: dict[str, Any] | None, positions: int = LIMIT) -> Any:
-    torch.manual_seed(0)
     settings = {"rope_parameters": rope} if rope else {}
-    return LlamaForCausalLM(LlamaConfig(**SMALL, max_position_embeddings=positions, **settings)).eval()
+    return tiny_llama(max_position_embeddings=positions, **settings)
 
 
 def _phi3() -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.tiny_llama import SMALL, tiny_llama
 from transformers import (
     DynamicCache,
     Gemma3ForCausalLM,
@@ -24,21 +25,9 @@ from kvtier.client.engines.transformers.generate_settings import reason_to_bypas
 from kvtier.client.engines.transformers.model_identity import WeightsDigest, model_attributes
 from kvtier.client.engines.transformers.model_state import Snapshot
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
-
 
 def _llama(seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**SMALL)).to(dtype).eval()
+    return tiny_llama(seed).to(dtype)
 
 
 def test_hashes_are_the_same_in_every_process_and_release() -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.tiny_llama import one_thread, tiny_llama  # noqa: F401 - a fixture
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.models.llama import modeling_llama
 
@@ -26,35 +27,9 @@ BLOCK = 8
 PROMPT = torch.randint(4, 64, (1, 40), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tiny models are slower with more threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def _llama(seed: int = 0, **settings: Any) -> Any:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        pad_token_id=0,
-        initializer_range=0.3,
-        **settings,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 @pytest.fixture
 def model() -> Any:
-    return _llama()
+    return tiny_llama()
 
 
 @pytest.fixture
@@ -499,11 +474,11 @@ def test_an_adapter_has_its_own_namespace_and_the_model_gets_its_own_again(model
 
 def test_another_process_with_the_adapter_disabled_finds_nothing(server: FakeServer) -> None:
     """The weights are equal, and only a flag of a module differs."""
-    with _cache(model := _llama(), server) as first:
+    with _cache(model := tiny_llama(), server) as first:
         _adapt(model)
         _kept(first)
     for disabled, hit in ((False, 0), (True, 0), (False, 32), (True, 32)):
-        other = _llama()
+        other = tiny_llama()
         _adapt(other).disabled = disabled
         with _cache(other, server) as cache:
             assert _same(_kept(cache), _plain(other))
@@ -514,12 +489,12 @@ def test_another_process_with_the_adapter_disabled_finds_nothing(server: FakeSer
 @pytest.mark.usefixtures("cache")
 def test_another_process_with_another_model_finds_nothing(server: FakeServer, change: Callable[[Any], None]) -> None:
     """Also if no parameter differs, but a buffer, an attribute or the kernel of attention."""
-    other = _llama()
+    other = tiny_llama()
     change(other)
     with _cache(other.eval(), server) as second:
         assert _same(_kept(second), _plain(other))
         assert second.last_hit.tokens == 0
-    with _cache(_llama(), server) as third:
+    with _cache(tiny_llama(), server) as third:
         _kept(third)
         assert third.last_hit.tokens == 32
 
@@ -527,7 +502,7 @@ def test_another_process_with_another_model_finds_nothing(server: FakeServer, ch
 @pytest.mark.usefixtures("cache")
 def test_each_weight_counts_for_another_process(server: FakeServer) -> None:
     """One changed element of one parameter is enough: no sample of the weights is taken."""
-    other = _llama()
+    other = tiny_llama()
     with torch.no_grad():
         other.model.layers[1].mlp.down_proj.weight[17, 5] += 1.0
     with _cache(other, server) as second:
@@ -601,9 +576,9 @@ def test_kv_that_cannot_be_identified_is_not_used(
 
 def test_a_model_in_training_mode_is_used_after_eval(server: FakeServer) -> None:
     """The mode at construction does not count."""
-    with _cache(_llama(), server) as first:
+    with _cache(tiny_llama(), server) as first:
         _kept(first)
-    with _cache(other := _llama().train(), server) as cache:
+    with _cache(other := tiny_llama().train(), server) as cache:
         _kept(cache)
         assert cache.last_hit.tokens == 0
         other.eval()
