@@ -162,7 +162,7 @@ def start(script: str, uid: int, path: str, **more: str) -> subprocess.Popen[str
     """Runs a script as another user. Imports come first: that user may not read the packages."""
     prelude = (
         "import asyncio, os, sys, kvtier.client, kvtier.client.aio, kvtier.client.sync, kvtier.server.cli\n"
-        "import kvtier.server.commands.status, kvtier.server.commands.doctor\n"
+        "import grpc._channel, grpc._server, kvtier.server.commands.status, kvtier.server.commands.doctor\n"
         f"os.setgroups([]); os.setgid({uid}); os.setuid({uid}); os.umask(0)\n"
     )
     return subprocess.Popen(
