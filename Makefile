@@ -9,6 +9,7 @@ SECONDS ?= 600
 SEED ?=
 QUICK ?=
 TRACE ?=
+ENGINE ?=
 
 VENV := build/venv
 PROTOC := build/protoc
@@ -52,20 +53,20 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm demo-fleet demo-router test test-long test-engines test-handoff test-gpu test-remote test-router simulate simulate-fleet simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers bench-proxy bench-proxy-vllm bench-remote performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline requirements clean dashboards test-dashboards bench-curve test-web fuzz trace demo-sglang test-sglang test-engines-next
+.PHONY: help demo demo-fleet demo-router test test-long test-engines test-sglang test-remote test-web test-gpu test-deploy \
+  simulate mutate stress fuzz bench bench-engine bench-peers bench-remote bench-proxy bench-gpu bench-traces trace \
+  verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix generate docs docs-reference \
+  requirements dist clean
 
 help:  ## List the targets
-	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
-	  printf '  %-16s %s\n' "$$name" "$$what"; done
+	@awk '/^##@ / { printf "\n%s\n", substr($$0, 5) } \
+	  match($$0, /^[a-z-]+:.*  ## /) { name = $$0; sub(/:.*/, "", name); printf "  %-13s %s\n", name, substr($$0, RLENGTH + 1) }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.stamp  ## Show that a cached prefix survives a restart of engine and server (small transformers model, < 5 minutes)
-	$(VENV)/bin/python examples/demo/run.py
+##@ Try it
 
-demo-vllm: $(VLLM)/.stamp  ## Run the demo with vLLM on the CPU (installs it in build/vllm: 3.5 GB)
-	$(VLLM)/bin/python examples/demo/run.py --engine vllm
-
-demo-sglang: $(SGLANG)/.stamp  ## Run the demo with SGLang on the CPU (installs it in build/sglang: 3 GB)
-	$(SGLANG_ON_CPU) $(SGLANG)/bin/python examples/demo/run.py --engine sglang
+ENGINE_VENV = $(or $(if $(filter vllm,$(ENGINE)),$(VLLM)),$(if $(filter sglang,$(ENGINE)),$(SGLANG)),$(VENV))
+demo: $(ENGINE_VENV)/.stamp  ## Show that a cached prefix survives a restart of engine and server (< 5 minutes); ENGINE=vllm or sglang installs that engine (3 GB)
+	$(if $(filter sglang,$(ENGINE)),$(SGLANG_ON_CPU)) $(ENGINE_VENV)/bin/python examples/demo/run.py $(if $(ENGINE),--engine $(ENGINE))
 
 demo-fleet: $(VENV)/.stamp $(FLEET)/.stamp  ## Show that hosts share blocks through Redis and S3, also after a Redis node and a host are killed (< 5 minutes)
 	$(VENV)/bin/python examples/demo/fleet.py --programs $(FLEET)
@@ -73,48 +74,57 @@ demo-fleet: $(VENV)/.stamp $(FLEET)/.stamp  ## Show that hosts share blocks thro
 demo-router: $(VLLM)/.stamp  ## Compare examples/kv_aware_router with round robin: two vLLM engines on the CPU, each with its own server (4 to 8 minutes)
 	$(VLLM)/bin/python examples/demo/router.py
 
-test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (4 to 9 minutes on 2 cores)
-	$(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal -m 'not slow' $(ARGS)
+##@ Test (ARGS='...' are options of pytest)
+
+PYTEST_ON_TWO_CORES = $(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal $(if $(COVERAGE),--cov --cov-report=term)
+test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (4 to 9 minutes on 2 cores); COVERAGE=1 adds a table
+	$(PYTEST_ON_TWO_CORES) -m 'not slow' $(ARGS)
 
 test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take long: many kills, curves, hangs, documentation (4 to 9 minutes on 2 cores)
-	$(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal -m slow $(ARGS)
+	$(PYTEST_ON_TWO_CORES) -m slow $(ARGS)
 
-test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB; about 25 minutes on 2 idle cores)
-	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines tests/client/engines/vllm_adapters $(ARGS)
-
-test-engines-next: $(VLLM_NEXT)/.stamp  ## Run test-engines with the Python code of the next vLLM over the compiled libraries of this one (also downloads 340 MB)
-	$(VLLM_NEXT)/bin/python -m pytest -W default -m engines tests/engines tests/client/engines/vllm_adapters $(ARGS)
-
-test-handoff: $(VLLM)/.stamp  ## Run the part of test-engines with a prefill engine, a decode engine and the proxy
-	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines/handoff $(ARGS)
+# NEXT: the Python code of the next vLLM over the compiled libraries of this one.
+TESTS ?= tests/engines tests/client/engines/vllm_adapters
+test-engines: $(if $(NEXT),$(VLLM_NEXT),$(VLLM))/.stamp  ## Run the tests with real vLLM engines (installs 3.5 GB; about 25 minutes on 2 idle cores); TESTS=FOLDER; NEXT=1: with the next vLLM
+	$(if $(NEXT),$(VLLM_NEXT),$(VLLM))/bin/python -m pytest -W default -m engines $(TESTS) $(ARGS)
 
 test-sglang: $(SGLANG)/.stamp  ## Run the tests with SGLang on the CPU (installs it in build/sglang: 3 GB; 5 to 14 minutes on 2 cores)
 	$(SGLANG_ON_CPU) $(SGLANG)/bin/python -m pytest -W default -m sglang tests/sglang_engine tests/client/engines/sglang_adapter $(ARGS)
+
+test-remote: $(REMOTE)/.stamp $(ROUTER)/.stamp  ## Run the tests with real Redis, Valkey, SeaweedFS, Azurite and Mooncake servers, several proxies, and Dynamo's indexer (5 to 8 minutes)
+	$(REMOTE_ENV) ROUTER_DIR=$(CURDIR)/$(ROUTER) $(REMOTE)/bin/python -m pytest -m 'remote or router' \
+	  tests/tiers/remote tests/server/tier_host tests/server/events tests/examples/disagg_proxy $(ARGS)
+
+test-web: $(WEB)/.stamp $(VENV)/.stamp $(PROMETHEUS)/.stamp  ## Test the status page in a headless Chromium (screenshots in build/web), and the dashboards' expressions in a Prometheus (2 minutes)
+	$(WEB)/bin/python -m pytest -m web tests/web $(ARGS)
+	PROMETHEUS_DIR=$(CURDIR)/$(PROMETHEUS) $(VENV)/bin/python -m pytest tests/dashboards $(ARGS)
 
 # PYTHONSAFEPATH keeps the folder `cuda` of this repository from hiding NVIDIA's package of that name.
 test-gpu: $(VENV)/.stamp  ## Run the tests that need an NVIDIA GPU (installs cuda-bindings; skipped without a GPU)
 	@$(VENV)/$(PIP_INSTALL) cuda-bindings $(SHOW_PROGRESS)
 	PYTHONSAFEPATH=1 $(VENV)/bin/python -m pytest -m gpu tests/cuda $(ARGS)
 
-test-remote: $(REMOTE)/.stamp  ## Run the tests of shared tiers and of several proxies with real Redis, Valkey, SeaweedFS, Azurite and Mooncake servers (installs them in build/remote; 5 to 8 minutes)
-	$(REMOTE_ENV) $(REMOTE)/bin/python -m pytest -m remote tests/tiers/remote tests/server/tier_host tests/examples/disagg_proxy $(ARGS)
+test-deploy: $(VENV)/.stamp $(DEPLOY)/.stamp  ## Test deploy/ with helm, Kubernetes schemas, hadolint and systemd (as root); installs the tools in build/deploy
+	$(VENV)/bin/python -m pytest tests/deploy $(ARGS)
 
-test-router: $(VENV)/.stamp $(ROUTER)/.stamp  ## Run the tests of events with Dynamo's real indexer (installs it in build/router: 300 MB; seconds)
-	ROUTER_DIR=$(CURDIR)/$(ROUTER) $(VENV)/bin/python -m pytest -m router tests/server/events $(ARGS)
+##@ Search for faults
 
-test-web: $(WEB)/.stamp  ## Test the status page of a loaded server in a headless Chromium; screenshots in build/web (1 minute)
-	$(WEB)/bin/python -m pytest -m web tests/web $(ARGS)
-
-simulate: $(VENV)/.stamp  ## Simulate the decision core with SEEDS=10000 random seeds from SEED_BASE=0 on (< 10 minutes on 2 cores)
-	PYTHONPATH=tests/tiers $(VENV)/bin/python -m simulation.runner --seeds $(SEEDS) --seed-base $(SEED_BASE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
-
-simulate-mutants: $(VENV)/.stamp  ## Plant bugs in the decision core and show that the simulation finds them
-	PYTHONPATH=tests:tests/tiers $(VENV)/bin/python -m simulation.mutants $(ARGS)
+simulate: $(VENV)/.stamp  ## Simulate the decision core with SEEDS=10000 random seeds from SEED_BASE=0 on (< 10 minutes on 2 cores); MUTANTS=1: show that it finds planted bugs
+	$(if $(MUTANTS),PYTHONPATH=tests:tests/tiers $(VENV)/bin/python -m simulation.mutants,\
+	  PYTHONPATH=tests/tiers $(VENV)/bin/python -m simulation.runner --seeds $(SEEDS) --seed-base $(SEED_BASE) $(if $(STEPS),--steps $(STEPS))) $(ARGS)
 
 mutate: $(VENV)/.stamp  ## Plant faults outside of the core and show which tests find them (hours on 2 cores; ARGS='--only TEXT --steps related')
 	PYTHONPATH=tests $(VENV)/bin/python -m mutation --engines $(VLLM)/bin/python $(ARGS)
 
-bench: $(VENV)/.stamp  ## Run the benchmarks and print a table; JSON=FILE also writes JSON
+stress: $(VENV)/.stamp  ## Load a server, and kill it and its clients at random, for SECONDS=600; SEED=N repeats the choices of another run
+	PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} $(VENV)/bin/python -m stress --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON)) $(ARGS)
+
+fuzz: $(FUZZ)/.stamp  ## Fuzz the network entry points and the files on disk with atheris, for SECONDS=600; ARGS='--target NAME FILE' repeats an input
+	PYTHONPATH=tests $(FUZZ)/bin/python -m fuzz --seconds $(SECONDS) $(ARGS)
+
+##@ Measure (JSON=FILE also writes the figures)
+
+bench: $(VENV)/.stamp  ## Run the benchmarks of the server, and print a table
 	$(VENV)/bin/python -m bench $(if $(JSON),--json $(JSON)) $(ARGS)
 
 bench-engine: $(VLLM)/.stamp $(LMCACHE)/.stamp  ## Benchmark vLLM with kvtier, with its built-in offloading and with LMCache (12 to 14 minutes on 2 idle cores; QUICK=1: 7)
@@ -131,64 +141,28 @@ bench-remote: $(REMOTE)/.stamp $(LMCACHE)/.stamp  ## Benchmark the shared tiers 
 	PYTHONPATH=tests $(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote_s3 $(if $(JSON),--json $(JSON:.json=-s3.json))
 	PYTHONPATH=tests $(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote_mooncake $(if $(JSON),--json $(JSON:.json=-mooncake.json))
 
-bench-proxy: $(VENV)/.stamp  ## Benchmark examples/disagg_proxy in one process with stand-in engines (30 seconds); JSON=FILE
-	$(VENV)/bin/python -m bench.proxy $(if $(JSON),--json $(JSON)) $(ARGS)
-
-bench-proxy-vllm: $(VLLM)/.stamp  ## Benchmark examples/disagg_proxy with vLLM and its load generator (4 minutes); JSON=FILE
-	PYTHONPATH=tests:tests/engines:tests/engines/handoff $(VLLM)/bin/python -m bench.proxy_vllm $(if $(JSON),--json $(JSON))
+bench-proxy: $(ENGINE_VENV)/.stamp  ## Benchmark examples/disagg_proxy in one process with stand-in engines (30 seconds); ENGINE=vllm: with vLLM and its load generator (4 minutes)
+	$(if $(filter vllm,$(ENGINE)),PYTHONPATH=tests:tests/engines:tests/engines/handoff) $(ENGINE_VENV)/bin/python -m bench.$(if $(filter vllm,$(ENGINE)),proxy_vllm,proxy) \
+	  $(if $(JSON),--json $(JSON)) $(ARGS)
 
 # The file name has the date and the commit; the first row of the file describes the machine.
-bench-gpu: $(VENV)/.stamp  ## Benchmark the CUDA IPC transport against one large pinned copy (needs an NVIDIA GPU; installs cuda-bindings); JSON=FILE
+bench-gpu: $(VENV)/.stamp  ## Benchmark the CUDA IPC transport against one large pinned copy (needs an NVIDIA GPU; installs cuda-bindings)
 	@$(VENV)/$(PIP_INSTALL) cuda-bindings $(SHOW_PROGRESS)
 	PYTHONSAFEPATH=1 PYTHONPATH=. $(VENV)/bin/python -m bench.devices --json $(or $(JSON),bench/results/gpu-$(shell date +%Y-%m-%d)-$(shell git describe --always --dirty).json) $(ARGS)
 
-dashboards: $(VENV)/.stamp  ## Generate the Grafana dashboards and docs/metrics.md
-	$(VENV)/bin/python -m dashboards.build
-	$(VENV)/bin/python tools/metrics_page.py
-
-test-dashboards: $(VENV)/.stamp $(PROMETHEUS)/.stamp  ## Evaluate each expression of the dashboards and rules in a Prometheus that scrapes real servers (1 minute)
-	PROMETHEUS_DIR=$(CURDIR)/$(PROMETHEUS) $(VENV)/bin/python -m pytest tests/dashboards $(ARGS)
-
-performance: $(VENV)/.stamp  ## Generate the figures and plots of docs/performance*.md from bench/results
-	$(VENV)/bin/python -m bench.document
-
-bench-policies: trace $(VENV)/.stamp  ## Replay a request trace, TRACE=FILE, through the decision core with each eviction policy (1 minute); TRACE=a,b replays several
-	$(VENV)/bin/python -m bench.policies --trace $(TRACE) $(if $(JSON),--json $(JSON)) $(ARGS)
-
-bench-break-even: $(VENV)/.stamp  ## Measure from how many tokens a KV transfer is faster than computing; ARGS='--engine URL'
-	$(VENV)/bin/python -m bench.breakeven $(ARGS)
-
-bench-curve: trace $(VENV)/.stamp  ## Compare the estimated miss-ratio curve with measured miss ratios on TRACE=FILE (2 minutes)
-	$(VENV)/bin/python -m bench.curve --trace $(TRACE) $(if $(JSON),--json $(JSON)) $(ARGS)
-
-simulate-fleet: trace $(VENV)/.stamp  ## Simulate 1,000 hosts with TRACE=FILE[,FILE]: hit ratios, bandwidths, router events (5 minutes on 2 cores; QUICK=1: seconds); SEED=N, JSON=FILE
-	$(VENV)/bin/python -m bench.fleet --trace $(TRACE) $(if $(QUICK),--quick) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON)) $(ARGS)
+WHAT ?= policies
+bench-traces: trace $(VENV)/.stamp  ## Replay TRACE=FILE[,FILE] through the eviction policies (1 minute); WHAT=curve: the miss-ratio curve (2); WHAT=fleet: 1,000 hosts (5; QUICK=1, SEED=N)
+	$(VENV)/bin/python -m bench.$(WHAT) --trace $(TRACE) $(if $(QUICK),--quick) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON)) $(ARGS)
 
 comma := ,
 
 # Checks that TRACE names files: one JSON object per request, one request per line.
 trace:
-	$(if $(TRACE),,$(error Set TRACE to a request trace, for example: make bench-policies TRACE=conversation_trace.jsonl))
+	$(if $(TRACE),,$(error Set TRACE to a request trace, for example: make bench-traces TRACE=conversation_trace.jsonl))
 	$(foreach file,$(subst $(comma), ,$(TRACE)),$(if $(wildcard $(file)),,$(error There is no file $(file))))
 	@:
 
-stress: $(VENV)/.stamp  ## Load a server, and kill it and its clients at random, for SECONDS=600; SEED=N repeats the choices of another run
-	PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} $(VENV)/bin/python -m stress --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON)) $(ARGS)
-
-test-deploy: $(VENV)/.stamp $(DEPLOY)/.stamp  ## Test deploy/ with helm, Kubernetes schemas, hadolint and systemd (as root); installs the tools in build/deploy
-	$(VENV)/bin/python -m pytest tests/deploy $(ARGS)
-
-docs: $(VENV)/.stamp $(DOCS)/.stamp docs-reference  ## Generate the reference pages, build the site in build/docs/site and check its links
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet $(ARGS)
-
-docs-reference: $(VENV)/.stamp
-	$(VENV)/bin/python tools/write_docs.py
-
-dist: $(DIST)/.stamp  ## Build the wheel and the sdist in dist/ and test an installation (RESOLVE=1 also resolves the extras with torch)
-	$(DIST)/bin/python tools/make_dist.py $(if $(RESOLVE),--resolve) $(ARGS)
-
-fuzz: $(FUZZ)/.stamp  ## Fuzz the network entry points and the files on disk with atheris, for SECONDS=600; ARGS='--target NAME FILE' repeats an input
-	PYTHONPATH=tests $(FUZZ)/bin/python -m fuzz --seconds $(SECONDS) $(ARGS)
+##@ Change the code
 
 verify: $(VENV)/.stamp $(PROTOC)/.stamp  ## Check style, types and the wire contract; changes no file
 	$(MAKE) --no-print-directory --keep-going verify-style verify-language verify-tree verify-generated verify-types verify-protos
@@ -215,16 +189,23 @@ verify-protos: $(PROTOC)/.stamp
 	$(PROTOC)/bin/buf lint
 	$(PROTOC)/bin/buf breaking --against protos/baseline.binpb
 
-fix: $(VENV)/.stamp protos  ## Format the code, apply automatic fixes and regenerate the stubs
+fix: $(VENV)/.stamp  ## Format the code and apply automatic fixes
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
-	$(VENV)/bin/python tools/generate_sync.py
 
-protos: $(PROTOC)/.stamp  ## Regenerate the gRPC stubs from protos/kvtier/v1
+generate: $(VENV)/.stamp $(PROTOC)/.stamp docs-reference  ## Regenerate the gRPC stubs, the synchronous client, the dashboards, the reference pages and docs/performance*.md; BASELINE=1: also the baseline of the breaking-change check
 	$(PROTOC)/bin/python tools/generate_protos.py
+	$(if $(BASELINE),$(PROTOC)/bin/buf build --exclude-source-info --output protos/baseline.binpb)
+	$(VENV)/bin/python tools/generate_sync.py
+	$(VENV)/bin/python -m dashboards.build
+	$(VENV)/bin/python tools/metrics_page.py
+	$(VENV)/bin/python -m bench.document
 
-baseline: $(PROTOC)/.stamp  ## Make the current protos the baseline of the breaking-change check
-	$(PROTOC)/bin/buf build --exclude-source-info --output protos/baseline.binpb
+docs: $(VENV)/.stamp $(DOCS)/.stamp docs-reference  ## Generate the reference pages, build the site in build/docs/site and check its links
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet $(ARGS)
+
+docs-reference: $(VENV)/.stamp
+	$(VENV)/bin/python tools/write_docs.py
 
 # The hashes are those of all files of a version, so also of those for aarch64.
 UV_COMPILE = $(UV)/bin/uv pip compile --quiet --upgrade --python-version $(IMAGE_PYTHON) --python-platform x86_64-manylinux_2_28 \
@@ -234,6 +215,9 @@ requirements: $(UV)/.stamp  ## Write the requirements of the image with hashes, 
 	mkdir -p $(REQUIREMENTS)
 	for extra in $(IMAGE_EXTRAS); do $(UV_COMPILE) --constraint constraints.txt --extra $$extra --output-file $(REQUIREMENTS)/$$extra.txt pyproject.toml; done
 	echo 'setuptools>=77' | $(UV_COMPILE) --output-file $(REQUIREMENTS)/build.txt -
+
+dist: $(DIST)/.stamp  ## Build the wheel and the sdist in dist/ and test an installation (RESOLVE=1 also resolves the extras with torch)
+	$(DIST)/bin/python tools/make_dist.py $(if $(RESOLVE),--resolve) $(ARGS)
 
 clean:  ## Remove all build outputs, including the virtual environments
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """Benchmark of the live miss-ratio curve: compares its estimates with measured hit ratios.
 
-    make bench-curve TRACE=FILE [JSON=FILE]
+    make bench-traces WHAT=curve TRACE=FILE [JSON=FILE]
     python -m bench.curve --trace FILE [--json FILE] [--made-up]
 
 `bench.policies` defines the hit ratio. The benchmark also prints the cost: the time that the curve

@@ -1,6 +1,6 @@
 """Benchmark of eviction policies: replays a trace through the core.
 
-    make bench-policies TRACE=FILE[,FILE...] [JSON=FILE]
+    make bench-traces TRACE=FILE[,FILE...] [JSON=FILE]
     python -m bench.policies --trace FILE[,FILE...] [--json FILE] [--variants]
 
 The hit ratio is the fraction of requested blocks that belong to the leading hits of their request.

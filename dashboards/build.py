@@ -1,4 +1,4 @@
-"""Writes Grafana's JSON from the definitions (`make dashboards`); `--check` compares instead."""
+"""Writes Grafana's JSON from the definitions (`make generate`); `--check` compares instead."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file differs")
     if parser.parse_args().check:
         stale = [name for name, text in rendered().items() if (FOLDER / name).read_text(encoding="utf-8") != text]
-        print("\n".join(f"grafana/{name} is out of date: run make dashboards" for name in stale), file=sys.stderr)
+        print("\n".join(f"grafana/{name} is out of date: run make generate" for name in stale), file=sys.stderr)
         return 1 if stale else 0
     for name, text in rendered().items():
         (FOLDER / name).write_text(text, encoding="utf-8")

@@ -17,7 +17,7 @@ PLAIN = "# Page\n\n<!-- rows a.json ^b -->\n<!-- end -->\n\n<!-- facts a.json --
 
 
 def test_pages_and_plots_have_the_figures_of_the_results() -> None:
-    """A typed figure, or new results without `make performance`, fail here."""
+    """A typed figure, or new results without `make generate`, fail here."""
     for path, text in documents(RESULTS).items():
         assert path.read_text() == text, path
 

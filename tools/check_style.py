@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 SCOPE = (
     *("server", "client", "tiers", "cuda", "protos", "tests", "bench", "tools", "examples", "dashboards", "deploy"),
-    *("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml", "mkdocs.yml", ".ci"),
+    *("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml", "mkdocs.yml", ".ci", ".github", "SECURITY.md"),
 )
 """Folders and files that are checked if no path is given."""
 

@@ -20,7 +20,7 @@ HEAD = """\
 # Python API
 
 Reference of the public names of `kvtier.client` and of the contract of a tier, generated from the docstrings by
-`make docs-reference`. [Quickstart](quickstart.md) has a first example.
+`make generate`. [Quickstart](quickstart.md) has a first example.
 """
 SECTIONS = {
     "Clients": ("Client", "Lease", "AsyncClient", "AsyncLease"),

@@ -27,7 +27,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
 _HEAD = """\
 # Commands
 
-Reference of the commands of `kvtier`, generated from the code by `make docs-reference`. [Running a server](running.md) and
+Reference of the commands of `kvtier`, generated from the code by `make generate`. [Running a server](running.md) and
 the pages that it lists explain when to use each command.
 
 - *Server:* commands that call a running server use the address of `--endpoint`. Without this flag they use
@@ -58,7 +58,7 @@ def main() -> int:
         PAGE.write_text(page())
         return 0
     if PAGE.read_text() != page():
-        print(f"{PAGE.name} differs from the code: make docs-reference")
+        print(f"{PAGE.name} differs from the code: make generate")
         return 1
     return 0
 

@@ -88,7 +88,7 @@ def main() -> int:
         return 0
     names = stale(options.out)
     if names:
-        print(f"stale in {options.out.name}/ (run `make protos`): {', '.join(names)}")
+        print(f"stale in {options.out.name}/ (run `make generate`): {', '.join(names)}")
         return 1
     import_all(options.out)
     return 0

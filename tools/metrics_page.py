@@ -14,7 +14,7 @@ _HEAD = """\
 # Metrics
 
 Reference of the metrics that `kvtier serve --metrics HOST:PORT` exports at `/metrics`, in Prometheus' text format or as
-OpenMetrics. This page is generated from the code by `make docs-reference`.
+OpenMetrics. This page is generated from the code by `make generate`.
 
 - Every looked-up key counts once, as a hit of one tier or as a miss:
   `sum(kvtier_tier_hits_total) + sum(kvtier_lookup_misses_total) == sum(kvtier_lookup_keys_total)`.
@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the page differs")
     if parser.parse_args().check:
         if PAGE.read_text(encoding="utf-8") != page():
-            print(f"{PAGE.name} differs from the code: make docs-reference", file=sys.stderr)
+            print(f"{PAGE.name} differs from the code: make generate", file=sys.stderr)
             return 1
         return 0
     PAGE.write_text(page(), encoding="utf-8")

@@ -44,7 +44,7 @@ def main() -> int:
     stale = {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}
     if "--check" in sys.argv[1:]:
         for path in stale:
-            print(f"{path.name} differs from the code: make docs-reference", file=sys.stderr)
+            print(f"{path.name} differs from the code: make generate", file=sys.stderr)
         return int(bool(stale))
     for path, text in stale.items():
         path.write_text(text)

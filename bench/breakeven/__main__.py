@@ -1,6 +1,5 @@
 """Break-even benchmark: number of tokens from which a KV transfer is faster than recomputation.
 
-    make bench-break-even ARGS='--engine URL'
     python -m bench.breakeven [--endpoint ADDRESS] (--engine URL | --prefill-tokens-per-s N)
 
 It acts as an engine of a running server, times prompts of a prefill engine, and proposes

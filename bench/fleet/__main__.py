@@ -1,6 +1,6 @@
 """Simulation of a fleet of hosts: hit ratios, bandwidths, and events per second.
 
-    make simulate-fleet TRACE=FILE[,FILE...] [QUICK=1] [SEED=N] [JSON=FILE]
+    make bench-traces WHAT=fleet TRACE=FILE[,FILE...] [QUICK=1] [SEED=N] [JSON=FILE]
     python -m bench.fleet --trace FILE[,FILE...] [--quick] [--seed N] [--json FILE]
 
 Each line of a trace is a request with `timestamp` in milliseconds and `hash_ids`, the ids of its

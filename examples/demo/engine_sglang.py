@@ -3,7 +3,7 @@
     python engine_sglang.py JOB.json
 
 Prints events as lines of JSON; the last one is the result. SGLang logs to standard error. SGLang
-needs `tools/sglang_cpu` on `PYTHONPATH`, as in `make demo-sglang`.
+needs `tools/sglang_cpu` on `PYTHONPATH`, as in `make demo ENGINE=sglang`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs Debian's Prometheus, unpacked, with one scrape per second (`make test-dashboards`)."""
+"""Runs Debian's Prometheus, unpacked, with one scrape per second (`make test-web`)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def program(name: str) -> Path:
     """Returns the path of `prometheus` or `promtool`. Skips the test without PROMETHEUS_DIR."""
     directory = os.environ.get("PROMETHEUS_DIR")
     if not directory:
-        pytest.skip("PROMETHEUS_DIR is not set: make test-dashboards")
+        pytest.skip("PROMETHEUS_DIR is not set: make test-web")
     found = Path(directory) / "usr" / "bin" / name
     assert found.exists(), f"there is no {found}"
     return found

@@ -68,7 +68,7 @@ def all_expressions() -> list[Expression]:
 
 def test_json_is_up_to_date() -> None:
     committed = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.json")}
-    assert committed == rendered(), "run make dashboards"
+    assert committed == rendered(), "run make generate"
 
 
 def test_json_survives_a_round_trip_through_the_sdk() -> None:

@@ -62,7 +62,7 @@ def test_every_mentioned_metric_exists(page: Path) -> None:
 
 
 def test_generated_pages_are_up_to_date() -> None:
-    """If this fails, run `make docs-reference`."""
+    """If this fails, run `make generate`."""
     done = subprocess.run(
         [sys.executable, ROOT / "tools" / "write_docs.py", "--check"], capture_output=True, text=True, check=False
     )

@@ -1,6 +1,6 @@
 """Names that vLLM calls on a connector, and names that this connector takes from vLLM.
 
-`make test-engines` compares those of 0.32 with vLLM, and `make test-engines-next` those of 0.33.
+`make test-engines` compares those of 0.32 with vLLM, and `make test-engines NEXT=1` those of 0.33.
 """
 
 from __future__ import annotations

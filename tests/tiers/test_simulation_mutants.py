@@ -1,4 +1,4 @@
-"""The simulation finds planted bugs; `make simulate-mutants` plants all of them."""
+"""The simulation finds planted bugs; `make simulate MUTANTS=1` plants all of them."""
 
 import pytest
 from harness.planting import CannotPlantError

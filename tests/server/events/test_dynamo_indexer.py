@@ -1,6 +1,6 @@
 """Dynamo's real indexer reads the publisher of a real server, and finds blocks by tokens.
 
-Needs the indexer in the environment that ROUTER_DIR names: `make test-router`. The indexer listens
+Needs the indexer in the environment that ROUTER_DIR names: `make test-remote`. The indexer listens
 on all interfaces, because it has no setting for its address.
 """
 
@@ -44,7 +44,7 @@ class DynamoIndexer:
     def __init__(self, directory: Path, port: int) -> None:
         found = os.environ.get("ROUTER_DIR")
         if not found:
-            pytest.skip("ROUTER_DIR is not set: make test-router")
+            pytest.skip("ROUTER_DIR is not set: make test-remote")
         self._url = f"http://127.0.0.1:{port}"
         self._log = directory / "indexer.log"
         command = [f"{found}/bin/python", "-m", "dynamo.indexer", "--port", str(port)]

@@ -2,7 +2,7 @@
 
 `life` simulates one run of `world`. `invariants` and `guarantees` are checked after every step;
 only `inspect` reads private state of the core. `runner` simulates thousands of runs (`make
-simulate`). `mutants` shows that planted bugs are found (`make simulate-mutants`).
+simulate`). `mutants` shows that planted bugs are found (`make simulate MUTANTS=1`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Mutation test of the simulation: plants bugs in copies of the core, one at a time.
 
-    make simulate-mutants
+    make simulate MUTANTS=1
 
 First the unchanged core runs the same seeds. The exit code is 1 if it fails, if a bug is not found
 or cannot be planted, or if an invariant has no bug that it finds.
