@@ -219,25 +219,31 @@ class Lookup(Call):
         """Returns whether the leases of the tenant leave too little for a block that is there."""
         outcomes = self._outcomes()
         has_no_room = outcomes is not None and outcomes[position] is MissReason.NO_ROOM
-        part = self.world.settings_model.settings.leased_part
         wanted = sum(inside.allocated_bytes(self.world.core, self.session.namespace, key) for key in self.keys)
-        return has_no_room and part < 1 and self._leased_bytes() + wanted > self._bound()
+        return has_no_room and self._part < 1 and wanted > self._left()
+
+    @property
+    def _part(self) -> float:
+        return self.world.settings_model.settings.leased_part
 
     def _leased_bytes(self) -> int:
         """Returns the bytes that leases of the tenant pin, also those that have just ended."""
         return inside.leased_bytes(self.world.core)[tenant_of(self.session.namespace.id)]
 
-    def _bound(self) -> int:
+    def _left(self) -> int:
+        """Returns the bytes that leases of the tenant may pin more, beside its leases and stores."""
         shares = {share.tenant: share.quota_bytes for share in self.world.core_view.stats.tiers[0].shares}
         free = self.world.region_bytes - sum(shares.values())
         quota = shares.get(name_of(self.session.namespace.id), 0)
-        return int(self.world.settings_model.settings.leased_part * (quota or free))
+        stored = inside.granted_bytes(self.world.core)[1][tenant_of(self.session.namespace.id)]
+        alone, beside_stores = int(self._part * (quota or free)), max(quota, int((1 + self._part) / 2 * free))
+        return min(alone, beside_stores - stored) - self._leased_bytes()
 
     def _check_part(self, before: int) -> None:
-        """A lookup adds no block beyond the part of the memory that the tenant's leases may pin."""
-        after, bound = self._leased_bytes(), self._bound()
-        if self.world.settings_model.settings.leased_part < 1 and after > before:
-            self.world.must(Invariant.ROOM, after <= bound, f"leases pin {after} bytes, of {bound} at most")
+        """A lookup adds no block beyond the part of the memory that the tenant may pin."""
+        if self._part < 1 and self._leased_bytes() > before:
+            left = self._left()
+            self.world.must(Invariant.ROOM, left >= 0, f"leases pin {-left} bytes too many")
 
     def _check_room_taken(self, started: Sequence[Block]) -> None:
         """Only the lookup whose turn it is takes room, and the waiters of a session take turns."""

@@ -41,8 +41,11 @@ class Preparation(Call):
             self.world.refused(errors.StoreNotFound, lambda: self._prepare(part, more=more))
             self.world.saw("stores ended during their preparation")
             return False
+        # The last slice can end the store, and with it the request.
+        retain_until = self.world.now + self.retain_for if self.retain_for else 0.0
+        retain_until = self.actors.conversation_used(self.session, self.request_id, part, retain_until)
         answer = self._prepare(part, more=more)
-        self._check_use(part, answer)
+        self._check_use(part, answer, retain_until)
         self._check_conversation(part)
         granted = [key for key, status in zip(part, answer.statuses, strict=True) if status == StoreStatus.GRANTED]
         must = self.world.must
@@ -73,9 +76,7 @@ class Preparation(Call):
     def _is_open(self, record: StoreRecord) -> bool:
         return record in self.world.ledger.open_stores()
 
-    def _check_use(self, keys: list[bytes], answer: StoreAnswer) -> None:
-        retain_until = self.world.now + self.retain_for if self.retain_for else 0.0
-        retain_until = self.actors.conversation_used(self.session, self.request_id, keys, retain_until)
+    def _check_use(self, keys: list[bytes], answer: StoreAnswer, retain_until: float) -> None:
         taken = [key for key, status in zip(keys, answer.statuses, strict=True) if status != StoreStatus.NO_ROOM]
         blocks = [inside.block(self.world.core, self.session.namespace.id, key) for key in taken]
         found = [block for block in blocks if block is not None]
