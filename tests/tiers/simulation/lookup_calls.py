@@ -231,7 +231,7 @@ class Lookup(Call):
         return inside.leased_bytes(self.world.core)[tenant_of(self.session.namespace.id)]
 
     def _left(self) -> int:
-        """Returns the bytes that leases of the tenant may pin more, beside its leases and stores."""
+        """Returns the bytes that leases of the tenant may pin more, beside what it pins already."""
         shares = {share.tenant: share.quota_bytes for share in self.world.core_view.stats.tiers[0].shares}
         free = self.world.region_bytes - sum(shares.values())
         quota = shares.get(name_of(self.session.namespace.id), 0)
