@@ -50,6 +50,14 @@ def test_navigation_lists_every_page_once() -> None:
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
+def test_index_lists_every_decision_once() -> None:
+    """With its number and its title."""
+    folder = ROOT / "docs" / "decisions"
+    listed = re.findall(r"^\| \[(.+)\]\((.+?)\)", (folder / "README.md").read_text(), re.MULTILINE)
+    titles = [(page.read_text().splitlines()[0].removeprefix("# "), page.name) for page in folder.glob("0*.md")]
+    assert sorted(listed) == sorted(titles)
+
+
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_mentioned_metric_exists(page: Path) -> None:
     """docs/metrics.md lists the metric or its prefix. Metrics of engines (`vllm:`) are exempt."""
