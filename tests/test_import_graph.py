@@ -138,16 +138,6 @@ def test_mirrored_classes_are_one_of_the_client_and_one_of_the_tiers(tmp_path: P
     assert len(import_graph.check(tmp_path)) == 1
 
 
-def test_a_file_name_that_exists_three_times_is_found(tmp_path: Path) -> None:
-    """Twice is allowed; `__init__.py` may exist any number of times."""
-    _plant(tmp_path, {"tiers/config.py": "", "server/config/config.py": ""})
-    assert import_graph.check(tmp_path) == []
-    _plant(tmp_path, {"client/config.py": ""})
-    assert import_graph.check(tmp_path) == [
-        "file name config.py exists 3 times: client/config.py, server/config/config.py, tiers/config.py"
-    ]
-
-
 def test_a_long_file_is_found(tmp_path: Path) -> None:
     """450 lines at most."""
     _plant(tmp_path, {"tiers/a.py": ""})

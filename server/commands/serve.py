@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from ..auth.file_checks import file_warnings, untrusted_files, untrusted_stores
-from ..auth.key_file import KeyFileError, read_key_file
 from ..config.loader import Loaded
 from ..config.remote import key_files_of
 from ..config.schema import ConfigError, TierConfig
@@ -18,6 +17,7 @@ from ..process.crash_reporter import start_crash_reporter
 from ..process.limits import limit_findings, needs_of, raise_soft_limits, room
 from ..telemetry import logs
 from ..telemetry.downgrades import Downgrades
+from ..tier_host.key_file import KeyFileError, read_key_file
 from .config import load
 from .console import EXIT_CONFIG, EXIT_FAILURE, refuse
 

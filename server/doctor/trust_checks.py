@@ -11,12 +11,12 @@ from pathlib import Path
 from ...protos.credentials import Credentials, CredentialsError
 from ...protos.endpoint import Endpoint
 from ..auth.file_checks import file_warnings, untrusted_files, untrusted_stores
-from ..auth.key_file import KeyFileError, read_key_file
 from ..auth.tls import TlsError, TlsFiles, last_expiry, read_files
 from ..auth.tokens import TokensError, read_token_file
 from ..config.peers import PeersConfig
 from ..config.remote import key_files_of
 from ..config.units import human_age
+from ..tier_host.key_file import KeyFileError, read_key_file
 from .finding import CheckContext, CheckResult, fail, ok, warn
 
 __all__ = ["trust"]

@@ -32,7 +32,7 @@ MAX_TENANTS = 64
 """Tenants that may have readers of their own, each with messages of up to `events.buffer`."""
 _MAX_FILE_BYTES = 4 << 20
 _FORBIDDEN_MODE = stat.S_IWGRP | stat.S_IRWXO
-"""A group may read the file, as in `server/auth/key_file.py`."""
+"""A group may read the file, as in `server/tier_host/key_file.py`."""
 
 
 class _Reader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,10 +13,10 @@ import msgspec
 from ...cuda.host.region import HostRegion
 from ...tiers.base import Medium, SecondaryTier, TierError, TierOpenError
 from ...tiers.remote.value_codec import ValueCodec
-from ..auth.key_file import KeyFile, KeyFileError
 from ..config.remote import read_remote_options
 from ..config.schema import TierConfig
 from .guard import describe_error, safe_repr
+from .key_file import KeyFile, KeyFileError
 
 __all__ = ["open_tier", "open_tiers", "share_region", "tier_class"]
 

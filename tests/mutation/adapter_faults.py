@@ -136,13 +136,13 @@ ADAPTER_FAULTS = (
     ),
     Fault(
         "engines of SGLang with other weights share pages",
-        _SGLANG + "namespaces.py",
+        _SGLANG + "namespace.py",
         "{WEIGHTS: weights, ",
         "{",
     ),
     Fault(
         "pages of another size are copied",
-        _SGLANG + "pools.py",
+        _SGLANG + "layout.py",
         "if tuple(sizes) != self.pieces * pages:",
         "if False:",
     ),

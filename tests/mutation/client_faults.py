@@ -188,7 +188,7 @@ CLIENT_FAULTS = (
     ),
     Fault(
         "engines of SGLang with other formats of pages share blocks",
-        _SGLANG + "namespaces.py",
+        _SGLANG + "namespace.py",
         ', "pools": digest_of_settings([pool.describe() for pool in members])}',
         "}",
     ),
@@ -200,7 +200,7 @@ CLIENT_FAULTS = (
     ),
     Fault(
         "a retrained LoRA adapter of SGLang keeps its pages",
-        _SGLANG + "namespaces.py",
+        _SGLANG + "namespace.py",
         "name, path, identify_adapter(path)",
         "name, path, path",
     ),

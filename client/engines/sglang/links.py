@@ -15,11 +15,11 @@ import torch
 from ....cuda.host.copy import copy_batch
 from ... import KeyStatus, KVTierError, Lease, StoreStatus, make_key
 from ..failures import RateLimitedWarnings
+from .config import StorageConfig
 from .deadlines import COPY_SECONDS, DeadlineClient
 from .found_pages import LEASE_SECONDS, FoundPages, LeasedPages
-from .pools import HostPool
+from .layout import HostPool
 from .stats import TransferStats
-from .storage_config import StorageConfig
 
 __all__ = ["PoolLink"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from .sglang_api import StorageMetrics
+from .compat import StorageMetrics
 
 __all__ = ["TransferStats"]
 

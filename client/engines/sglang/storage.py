@@ -17,12 +17,7 @@ import torch
 from ... import KVTierError, Timeouts
 from ..failures import RateLimitedWarnings, Unsupported, never_raises
 from ..identity import InBackground, namespace_digest
-from .deadlines import CALL_SECONDS, Deadline, DeadlineClient, ends_in_time
-from .found_pages import Window, restorable_prefixes
-from .links import PoolLink
-from .namespaces import Space, prepare_spaces
-from .pools import KV, HostPool
-from .sglang_api import (
+from .compat import (
     HiCacheStorage,
     PoolHitPolicy,
     PoolTransferResult,
@@ -31,8 +26,13 @@ from .sglang_api import (
     engine_settings,
     logger,
 )
+from .config import StorageConfig
+from .deadlines import CALL_SECONDS, Deadline, DeadlineClient, ends_in_time
+from .found_pages import Window, restorable_prefixes
+from .layout import KV, HostPool
+from .links import PoolLink
+from .namespace import Space, prepare_spaces
 from .stats import TransferStats
-from .storage_config import StorageConfig
 
 __all__ = ["KVTierStorage"]
 

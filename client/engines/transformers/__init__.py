@@ -11,6 +11,6 @@ transformers 4.56 or newer. `docs/purity.md` lists what the KV depends on, and h
 """
 
 from .cache import Hit, KVTierCache
-from .cache_layout import UnsupportedModelError
+from .layout import UnsupportedModelError
 
 __all__ = ["Hit", "KVTierCache", "UnsupportedModelError"]

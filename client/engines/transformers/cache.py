@@ -19,8 +19,8 @@ from transformers import DynamicCache
 from ... import Client, DurableStatus, Group, KVTierError, Namespace, make_key
 from ..failures import Unsupported
 from ..identity import InBackground, with_weights_version
-from .cache_layout import CACHE_ARGUMENT, CacheLayout, UnsupportedModelError
 from .generate_settings import reason_to_bypass
+from .layout import CACHE_ARGUMENT, CacheLayout, UnsupportedModelError
 from .length_regimes import LengthRegimes
 from .model_identity import engine_attributes, model_attributes, run_obstacles, run_settings
 from .model_state import StateTracker

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .cache_layout import CACHE_ARGUMENT
+from .layout import CACHE_ARGUMENT
 
 __all__ = ["LengthRegimes"]
 

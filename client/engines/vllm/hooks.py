@@ -23,7 +23,8 @@ from .compat import (
 )
 from .ranks import Parts
 from .scheduler.scheduler import SchedulerSide
-from .worker.reports import StepMetadata, WorkerReports
+from .step_metadata import StepMetadata
+from .worker.reports import WorkerReports
 from .worker.worker import WorkerSide
 
 __all__ = ["SchedulerHooks", "WorkerHooks"]

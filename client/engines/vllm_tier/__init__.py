@@ -10,7 +10,7 @@
 
 vLLM keeps a primary tier of `cpu_bytes_to_use` bytes in the engine's host memory. vLLM copies the
 chunks of the primary tier to kvtier, and loads missing chunks from kvtier. `ManagerConfig` in
-`manager` lists all settings of a tier's table. "(B3.19)" and similar cite docs/behaviour.md.
+`config` lists all settings of a tier's table. "(B3.19)" and similar cite docs/behaviour.md.
 
 The connector in `kvtier.client.engines.vllm` copies directly between engine and kvtier and needs no
 primary tier. Engines with that connector and engines with this tier share no blocks, because the

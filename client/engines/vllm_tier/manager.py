@@ -10,22 +10,21 @@ import contextlib
 import functools
 import threading
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ....cuda.host.copy import address_of
 from ... import Client, KVTierError, Namespace, OffloadPolicy, Timeouts
 from ..failures import Unsupported, never_raises
 from ..identity import InBackground, namespace_digest, with_weights_version
-from ..server_config import ServerConfig
 from ..vllm.background import BackgroundThreads, RateLimitedLog, leave_compute_cores, logger
 from . import compat
 from .compat import JobResult, Locality, LookupResult, RequestOffloadingContext, SecondaryTierManager
+from .config import ManagerConfig
+from .namespace import prepare_tier_namespace
 from .tier_lookups import Answer, TierLookups, TierRequest
-from .tier_namespace import prepare_tier_namespace
 from .transfers import EnginePrimaryTier, Job, Transfers
 
-__all__ = ["KVTierSecondaryTier", "ManagerConfig"]
+__all__ = ["KVTierSecondaryTier"]
 
 _DRAIN_SECONDS = 5.0
 _START_SECONDS = 2.0
@@ -37,31 +36,6 @@ _POLICIES = {
     OffloadPolicy.BLOCK_LEVEL: compat.BLOCK_LEVEL,
     OffloadPolicy.REQUEST_LEVEL: compat.OffloadPolicy.REQUEST_LEVEL,
 }
-_LOCALITIES = (None, "LOCAL", "REMOTE")
-
-
-@dataclass(frozen=True)
-class ManagerConfig(ServerConfig):
-    """The tier's settings, besides the common ones.
-
-    `identity`: a name for weights and settings, part of the namespace. Required if the tier cannot
-    see the engine's configuration (a warning at start says so). The operator then guarantees what
-    the tier cannot check: equal block hashes in every process (`--prefix-caching-hash-algo sha256`)
-    and no LoRA adapters.
-    `locality`: `LOCAL` or `REMOTE` in vLLM's terms. Requests can exclude tiers by locality.
-    """
-
-    source: ClassVar[str] = "the tier's table in secondary_tiers"
-
-    identity: str = ""
-    locality: str | None = None
-
-    def check(self) -> None:
-        super().check()
-        if not isinstance(self.identity, str):
-            raise ValueError(f"kvtier: identity must be a string, not {self.identity!r}")  # noqa: TRY004 - one kind for all
-        if self.locality not in _LOCALITIES:
-            raise ValueError(f"kvtier: locality must be LOCAL or REMOTE, not {self.locality!r}")
 
 
 class KVTierSecondaryTier(SecondaryTierManager):

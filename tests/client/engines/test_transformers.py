@@ -16,7 +16,7 @@ from harness.tiny_llama import tiny_llama
 from transformers import DynamicCache
 
 from kvtier.client.engines.transformers import KVTierCache
-from kvtier.client.engines.transformers.cache_layout import CACHE_ARGUMENT
+from kvtier.client.engines.transformers.layout import CACHE_ARGUMENT
 from kvtier.client.testing import FakeServer
 
 BLOCK = 8

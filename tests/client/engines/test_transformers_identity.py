@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from kvtier.client.engines.identity import SCHEME, WEIGHTS
 from kvtier.client.engines.transformers import KVTierCache
-from kvtier.client.engines.transformers.cache_layout import CACHE_ARGUMENT
+from kvtier.client.engines.transformers.layout import CACHE_ARGUMENT
 from kvtier.client.engines.transformers.model_identity import ChangedWeights, WeightsDigest, model_attributes
 from kvtier.client.engines.transformers.model_state import Snapshot
 from kvtier.client.testing import FakeServer

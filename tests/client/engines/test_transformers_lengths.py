@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from kvtier.client.engines.transformers import KVTierCache, UnsupportedModelError
-from kvtier.client.engines.transformers.cache_layout import CACHE_ARGUMENT
+from kvtier.client.engines.transformers.layout import CACHE_ARGUMENT
 from kvtier.client.engines.transformers.length_regimes import LengthRegimes
 from kvtier.client.testing import FakeServer
 

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from kvtier.client.engines.transformers.cache import block_hashes
-from kvtier.client.engines.transformers.cache_layout import CACHE_ARGUMENT, CacheLayout, UnsupportedModelError
 from kvtier.client.engines.transformers.generate_settings import reason_to_bypass
+from kvtier.client.engines.transformers.layout import CACHE_ARGUMENT, CacheLayout, UnsupportedModelError
 from kvtier.client.engines.transformers.model_identity import WeightsDigest, model_attributes
 from kvtier.client.engines.transformers.model_state import Snapshot
 

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.models.llama import modeling_llama
 
 from kvtier.client.engines.transformers import KVTierCache
-from kvtier.client.engines.transformers.cache_layout import CACHE_ARGUMENT
+from kvtier.client.engines.transformers.layout import CACHE_ARGUMENT
 from kvtier.client.engines.transformers.model_state import Snapshot
 from kvtier.client.testing import FakeServer
 

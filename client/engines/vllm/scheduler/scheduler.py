@@ -31,7 +31,8 @@ from ..lora import LoraAdapters
 from ..peers import NoClient, Peers, ServerLink
 from ..request_settings import RequestSettings
 from ..stats import TransferCounters
-from ..worker.reports import SAVE_LOST_AFTER_S, StepMetadata, WorkerReport
+from ..step_metadata import StepMetadata
+from ..worker.reports import SAVE_LOST_AFTER_S, WorkerReport
 from .handoff_scheduler import HandoffScheduler
 from .kv_events import KVEvents, OpenStream
 from .prefix_lookups import LookupService

@@ -7,17 +7,16 @@ load is reported twice, the engine fails.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ....offload import LoadJob, SaveJob
+from ....offload import LoadJob
 from ....session.fork_guard import ForkGuarded
-from ..compat import KVConnectorMetadata, KVConnectorTransferResults, KVConnectorWorkerMetadata
-from ..ranks import Parts
+from ..compat import KVConnectorTransferResults, KVConnectorWorkerMetadata
+from ..step_metadata import StepMetadata
 
-__all__ = ["SAVE_LOST_AFTER_S", "SAVE_WITHIN_S", "StepMetadata", "WorkerReport", "WorkerReports"]
+__all__ = ["SAVE_LOST_AFTER_S", "SAVE_WITHIN_S", "WorkerReport", "WorkerReports"]
 
 _IDLE_WAIT_S = 0.001
 
@@ -30,28 +29,6 @@ SAVE_WITHIN_S = 300.0
 Blocks that are not copied by then are reported as not stored. A running copy must end before the
 server's grant of the slots expires.
 """
-
-
-@dataclass
-class StepMetadata(KVConnectorMetadata):
-    """One step's loads and saves (see StepPlan).
-
-    `idle`: the step computes nothing, so a worker may wait a moment for its copies. `sent_at`: wall
-    clock time at which the scheduler sent the step. A worker that was stopped for a while uses it
-    to recognize old saves. `parts`: the parts of all workers, if a worker cannot compute them.
-    `namespace`: pickled `Namespace` of the scheduler, because pickling and unpickling it in each
-    step takes 10 to 20 µs; empty if it is not known yet, or after a failure.
-    `is_lost`: the scheduler failed to plan the step, so jobs of this step may be missing.
-    """
-
-    loads: list[LoadJob] = field(default_factory=list)
-    saves: list[SaveJob] = field(default_factory=list)
-    namespace_digest: str = ""
-    idle: bool = False
-    sent_at: float = math.inf
-    parts: Parts | None = None
-    namespace: bytes = b""
-    is_lost: bool = False
 
 
 @dataclass

@@ -24,9 +24,10 @@ from ..layout import build_layouts
 from ..peers import OWN, Peers
 from ..sleep import EngineAsleep, SleepGate
 from ..stats import TransferCounters
+from ..step_metadata import StepMetadata
 from .copies import BlockCopier, make_copier
 from .device_route import DeviceRoute, RouteOf, StepMark, cuda_route
-from .reports import SAVE_WITHIN_S, StepMetadata, WorkerReports
+from .reports import SAVE_WITHIN_S, WorkerReports
 
 __all__ = ["WorkerSide"]
 

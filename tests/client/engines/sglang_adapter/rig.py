@@ -14,7 +14,8 @@ from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from kvtier.client.engines.sglang import KVTierStorage, storage, storage_config
+from kvtier.client.engines.sglang import KVTierStorage, storage
+from kvtier.client.engines.sglang import config as adapter_config
 from kvtier.client.timeouts import Timeouts
 
 __all__ = [
@@ -130,7 +131,7 @@ def attach(
     long = Timeouts(connect=60, call=60, transfer=60)
     with (
         mock.patch.object(KVTierStorage, "call_seconds", 120.0),
-        mock.patch.object(storage_config, "MAX_WAIT_SECONDS", 60.0),
+        mock.patch.object(adapter_config, "MAX_WAIT_SECONDS", 60.0),
         mock.patch.object(storage, "engine_settings", return_value=given),
         mock.patch.object(storage, "agree", lambda text, ranks: text if ranks == 1 else "agreed"),
         mock.patch.object(storage, "Timeouts", return_value=long),

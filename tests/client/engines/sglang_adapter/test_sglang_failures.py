@@ -20,8 +20,8 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from kvtier.client import DeadlineExceeded
 from kvtier.client.effects import Call, Connect
 from kvtier.client.engines.sglang import deadlines, links, storage
+from kvtier.client.engines.sglang.config import StorageConfig
 from kvtier.client.engines.sglang.deadlines import CALL_SECONDS, END_SECONDS, Deadline, DeadlineTransport
-from kvtier.client.engines.sglang.storage_config import StorageConfig
 
 KEYS = hashes("prompt", 6)
 ALL = rows(*range(6))

@@ -14,12 +14,12 @@ from rig import hashes, kv_pool, rows
 from kvtier.client import KeyStatus
 from kvtier.client.engines.failures import RateLimitedWarnings
 from kvtier.client.engines.sglang import deadlines, found_pages
+from kvtier.client.engines.sglang.config import StorageConfig
 from kvtier.client.engines.sglang.deadlines import COPY_SECONDS, Deadline
 from kvtier.client.engines.sglang.found_pages import LEASE_SECONDS, FoundPages
+from kvtier.client.engines.sglang.layout import KV, HostPool
 from kvtier.client.engines.sglang.links import PoolLink
-from kvtier.client.engines.sglang.pools import KV, HostPool
 from kvtier.client.engines.sglang.stats import TransferStats
-from kvtier.client.engines.sglang.storage_config import StorageConfig
 
 HASHES = hashes("prompt", 3)
 HIT, MISS, PENDING, RETRY = KeyStatus.HIT, KeyStatus.MISS, KeyStatus.HIT_PENDING, KeyStatus.RETRY

@@ -27,8 +27,9 @@ from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.layout import build_layouts
 from kvtier.client.engines.vllm.stats import TransferCounters
+from kvtier.client.engines.vllm.step_metadata import StepMetadata
 from kvtier.client.engines.vllm.worker.device_route import DeviceRoute, StepMark, cuda_route, describe_layout
-from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReport, WorkerReports
+from kvtier.client.engines.vllm.worker.reports import WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.offload import BlockRead, LoadJob, SaveJob
 from kvtier.cuda.device.driver import MemoryKind, StreamId

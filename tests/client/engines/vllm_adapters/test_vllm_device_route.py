@@ -12,10 +12,11 @@ from connector_fakes import FULL, FakeTransfers, close_when_idle, make_caches
 
 from kvtier.client import AccessDenied, DeviceUnavailable, InvalidRequest, KVTierError, NotConnected, UnsupportedServer
 from kvtier.client.engines.vllm.background import RateLimitedLog
+from kvtier.client.engines.vllm.step_metadata import StepMetadata
 from kvtier.client.engines.vllm.worker import device_route
 from kvtier.client.engines.vllm.worker import worker as worker_module
 from kvtier.client.engines.vllm.worker.device_route import DeviceRoute, StepMark, cuda_route
-from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReports
+from kvtier.client.engines.vllm.worker.reports import WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.offload import SaveJob
 from kvtier.cuda.device.device_errors import Cause, DeviceError

@@ -18,8 +18,9 @@ from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.compat import CacheHitSource, KVConnectorRole, KVConnectorTransferResults
 from kvtier.client.engines.vllm.groups import resolve_geometry
 from kvtier.client.engines.vllm.ranks import Parts
+from kvtier.client.engines.vllm.step_metadata import StepMetadata
 from kvtier.client.engines.vllm.worker import worker
-from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReport
+from kvtier.client.engines.vllm.worker.reports import WorkerReport
 from kvtier.client.offload import BlockRead, CacheGeometry, LoadJob, SaveJob
 from kvtier.cuda.host.region import PAGE_BYTES, HostRegion
 

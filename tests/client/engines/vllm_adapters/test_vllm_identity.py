@@ -25,7 +25,8 @@ from kvtier.client.engines.identity import WEIGHTS, namespace_digest
 from kvtier.client.engines.vllm import KVTierConnector, connector
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.compat import KVConnectorRole
-from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReports
+from kvtier.client.engines.vllm.step_metadata import StepMetadata
+from kvtier.client.engines.vllm.worker.reports import WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.engines.vllm_tier import KVTierSecondaryTier, manager
 from kvtier.client.engines.vllm_tier.compat import LookupResult

@@ -25,7 +25,8 @@ from kvtier.client import Client, Group, InvalidRequest, Namespace, NotConnected
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.scheduler import server_calls
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
-from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReport, WorkerReports
+from kvtier.client.engines.vllm.step_metadata import StepMetadata
+from kvtier.client.engines.vllm.worker.reports import WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.offload import SaveJob
 

@@ -31,8 +31,8 @@ from kvtier.client.engines.failures import Unsupported
 from kvtier.client.engines.vllm import KVTierConnector
 from kvtier.client.engines.vllm.compat import KVConnectorRole
 from kvtier.client.engines.vllm.ranks import Parts, Ranks, merge_stages, resolve_ranks
+from kvtier.client.engines.vllm.step_metadata import StepMetadata
 from kvtier.client.engines.vllm.worker import worker as worker_half
-from kvtier.client.engines.vllm.worker.reports import StepMetadata
 from kvtier.client.offload import BlockRead, LoadJob, SaveJob
 
 TOKENS, BLOCKS = 4, 8

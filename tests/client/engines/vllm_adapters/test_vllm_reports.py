@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReports
+from kvtier.client.engines.vllm.step_metadata import StepMetadata
+from kvtier.client.engines.vllm.worker.reports import WorkerReports
 from kvtier.client.offload import LoadJob
 
 

@@ -15,9 +15,10 @@ from connector_fakes import FULL, PAGE, FakeTransfers, close_when_idle
 from kvtier.client import InvalidRequest, KVTierError, LimitExceeded
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.sleep import EngineAsleep, SleepGate
+from kvtier.client.engines.vllm.step_metadata import StepMetadata
 from kvtier.client.engines.vllm.worker import worker
 from kvtier.client.engines.vllm.worker.device_route import StepMark
-from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReport, WorkerReports
+from kvtier.client.engines.vllm.worker.reports import WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.offload import BlockRead, LoadJob, SaveJob
 

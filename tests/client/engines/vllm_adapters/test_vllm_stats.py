@@ -31,7 +31,8 @@ from kvtier.client.engines.vllm.scheduler import server_calls
 from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService
 from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration
 from kvtier.client.engines.vllm.stats import METRICS, ConnectorStats, TransferCounters
-from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReport, WorkerReports
+from kvtier.client.engines.vllm.step_metadata import StepMetadata
+from kvtier.client.engines.vllm.worker.reports import WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.offload import BlockRead, CacheGeometry, LoadJob, SaveJob
 

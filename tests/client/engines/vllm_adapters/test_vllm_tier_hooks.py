@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from kvtier.client.engines.vllm_tier import KVTierSecondaryTier, compat, tier_lookups
 from kvtier.client.engines.vllm_tier import manager as manager_module
-from kvtier.client.engines.vllm_tier.manager import ManagerConfig
+from kvtier.client.engines.vllm_tier.config import ManagerConfig
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 

@@ -22,9 +22,9 @@ from kvtier.client.engines.failures import Unsupported
 from kvtier.client.engines.identity import namespace_digest
 from kvtier.client.engines.vllm.scheduler import server_calls
 from kvtier.client.engines.vllm_tier import KVTierSecondaryTier, compat, transfers
-from kvtier.client.engines.vllm_tier.manager import ManagerConfig
+from kvtier.client.engines.vllm_tier.config import ManagerConfig
+from kvtier.client.engines.vllm_tier.namespace import prepare_tier_namespace
 from kvtier.client.engines.vllm_tier.tier_lookups import Answer
-from kvtier.client.engines.vllm_tier.tier_namespace import prepare_tier_namespace
 
 
 def _lose_lease_1(lease: int) -> None:

@@ -17,8 +17,9 @@ from harness.polling import wait_until
 from kvtier.client import NotConnected, StoreStatus
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.peers import OWN, Peers
+from kvtier.client.engines.vllm.step_metadata import StepMetadata
 from kvtier.client.engines.vllm.worker import worker as worker_module
-from kvtier.client.engines.vllm.worker.reports import SAVE_WITHIN_S, StepMetadata, WorkerReport, WorkerReports
+from kvtier.client.engines.vllm.worker.reports import SAVE_WITHIN_S, WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.offload import BlockRead, LoadJob, SaveJob
 

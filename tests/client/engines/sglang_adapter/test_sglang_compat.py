@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rig import kv_pool, latent_pool
 
-from kvtier.client.engines.sglang import sglang_api
+from kvtier.client.engines.sglang import compat
 
 
 class Arguments:
@@ -24,9 +24,9 @@ def test_arguments_are_those_that_sglang_resolved(monkeypatch: pytest.MonkeyPatc
         assert kind is Arguments
         return {"device": "device", "model_path": "model", "revision": "model"}
 
-    monkeypatch.setattr(sglang_api, "get_context", lambda: context)
-    monkeypatch.setattr(sglang_api, "namespace_of", namespace_of)
-    assert sglang_api.engine_settings() == {
+    monkeypatch.setattr(compat, "get_context", lambda: context)
+    monkeypatch.setattr(compat, "namespace_of", namespace_of)
+    assert compat.engine_settings() == {
         "device": {"device": "cuda"},
         "model": {"model_path": "tiny", "revision": None},
         "": {"new": 1},
@@ -42,14 +42,14 @@ def test_all_ranks_take_the_text_of_the_first(monkeypatch: pytest.MonkeyPatch) -
         return "of rank 0"
 
     group: Any = SimpleNamespace(tp_group=SimpleNamespace(broadcast_object=broadcast))
-    monkeypatch.setattr(sglang_api, "get_parallel", lambda: group)
-    assert sglang_api.agree("mine", 1) == "mine"
+    monkeypatch.setattr(compat, "get_parallel", lambda: group)
+    assert compat.agree("mine", 1) == "mine"
     assert asked == []
-    assert sglang_api.agree("mine", 4) == "of rank 0"
+    assert compat.agree("mine", 4) == "of rank 0"
     assert asked == [("mine", 0)]
 
 
 def test_only_pools_of_heads_are_split() -> None:
     """Latent KV is the same on all ranks."""
-    assert sglang_api.is_split_by_heads(kv_pool())
-    assert not sglang_api.is_split_by_heads(latent_pool())
+    assert compat.is_split_by_heads(kv_pool())
+    assert not compat.is_split_by_heads(latent_pool())

@@ -22,9 +22,9 @@ from ... import Group, GroupKind, Namespace
 from ..failures import Unsupported
 from ..identity import SCHEME, WEIGHTS, identify_adapter, identify_weights, with_weights_version
 from ..settings import NeutralSettings, digest_of_settings, plain_settings
-from .pools import KV, MAMBA, HostPool
-from .sglang_api import is_split_by_heads, sglang_version
-from .storage_config import StorageConfig
+from .compat import is_split_by_heads, sglang_version
+from .config import StorageConfig
+from .layout import KV, MAMBA, HostPool
 
 __all__ = ["NEUTRAL", "Space", "prepare_spaces"]
 
@@ -91,7 +91,7 @@ def prepare_spaces(
 ) -> Callable[[], list[Space]]:
     """Returns a function that returns one or two namespaces.
 
-    `config`: HiCacheStorageConfig. `arguments`: see `sglang_api.engine_settings`. `version`:
+    `config`: HiCacheStorageConfig. `arguments`: see `compat.engine_settings`. `version`:
     version of the weights. Raises Unsupported if equal keys could have different bytes. The
     function also reads the model's files, and raises OSError.
     """

@@ -25,9 +25,9 @@ import msgspec
 
 from ...protos.trusted_files import open_trusted
 from ...tiers.remote.encryption import KEY_BYTES, KeyRing
+from ..auth.tokens import ANY_TENANT, explain_problem, file_version
 from ..config.tenants import tenant_tag
 from ..telemetry.logs import get_logger
-from .tokens import ANY_TENANT, explain_problem, file_version
 
 __all__ = ["KeyFile", "KeyFileError", "read_key_file"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.server.auth.key_file import KeyFile, KeyFileError, read_key_file
 from kvtier.server.cli import main
 from kvtier.server.config.tenants import tenant_tag
+from kvtier.server.tier_host.key_file import KeyFile, KeyFileError, read_key_file
 from kvtier.tiers.base import NamespaceId
 
 FIRST, SECOND, THIRD = bytes(32), bytes(range(32)), b"\xff" * 32
