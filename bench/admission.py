@@ -20,7 +20,8 @@ from kvtier.tiers.eviction.admission import ADMISSION
 from kvtier.tiers.negotiation import vote
 from kvtier.tiers.types import EngineSession, NamespaceSpec
 
-from .policies import BLOCK_BYTES, FOREVER, GROUP, Trace, read_trace
+from .policies import BLOCK_BYTES, FOREVER, GROUP, read_trace
+from .traces import Trace
 
 __all__ = ["replay"]
 

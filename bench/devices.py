@@ -58,7 +58,7 @@ class Device:
             ctypes.memset(address, 1, nbytes)
             return address
         assert isinstance(self.driver, CudaDriver)
-        with self.driver.entered() as cuda:
+        with self.driver.in_context() as cuda:
             return int(cuda.call("cuMemAlloc", nbytes))
 
     def large_copy(self, *, out: bool) -> float:

@@ -92,8 +92,8 @@ def _measure(
     tier = {f"{action}: s3 tier": seconds[f"s3 tier {action}, blocks of {size}"] for action in ("store", "load")}
     add_ratios(report, tier | seconds, "s3 tier", size)
     report.add(f"s3 tier, first lookup of a job by another server, {size}", percentile(found[1:], 0.5), "ms")
-    for tier in (first, second):
-        tier.close()
+    for opened in (first, second):
+        opened.close()
 
 
 class _Bare:

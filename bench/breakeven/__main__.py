@@ -18,8 +18,8 @@ from rich.console import Console
 from kvtier.protos.endpoint import EndpointError, client_endpoint
 from kvtier.server.cli import set_credentials
 from kvtier.server.commands import admin_client
+from kvtier.server.commands.arguments import add_endpoint
 from kvtier.server.commands.console import EXIT_FAILURE, EXIT_UNREACHABLE, EXIT_USAGE, print_line, refuse
-from kvtier.server.commands.parser import add_endpoint
 from kvtier.server.config.units import parse_size
 
 from .compute import PrefillEngine

@@ -172,7 +172,7 @@ def test_calls_in_progress_of_a_closed_synchronous_client(tmp_path: Path) -> Non
             ]
             assert not futures.wait(calls, 0.1).done, "the server is stopped"
             client.close()
-            errors = [call.exception(60) for call in calls]
+            errors = [call.exception(60) for call in calls]  # type: ignore[attr-defined]
             server.resume()
             for error in errors:
                 assert isinstance(error, NotConnected), repr(error)

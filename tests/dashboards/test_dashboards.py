@@ -43,9 +43,9 @@ KNOWN = {row.exposed: set(row.labels) for row in METRICS.values() if row.kind !=
 """Metrics of a server with their labels."""
 
 PROXY = {
-    f"{family.name}{end}": {*collector._labelnames} - {"instance"} | {"le", "exported_instance"}
+    f"{family.name}{end}": {*collector._labelnames} - {"instance"} | {"le", "exported_instance"}  # type: ignore[attr-defined]
     for collector in Metrics((Fleet([]),), lambda: 0)._registry._collector_to_names
-    for family in collector.describe()
+    for family in collector.describe()  # type: ignore[attr-defined]
     for end in {"counter": ("_total",), "histogram": HISTOGRAM_SUFFIXES}.get(family.type, ("",))
 }
 """Metrics of the proxy with their labels. Prometheus renames its label `instance`."""

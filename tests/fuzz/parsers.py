@@ -27,7 +27,7 @@ from kvtier.tiers.remote.mooncake import codes_in
 from kvtier.tiers.remote.object_store import StoreUnavailableError
 from kvtier.tiers.remote.resp import ErrorAnswer, RespConnection
 from kvtier.tiers.remote.valkey_nodes import owners_in
-from kvtier.tiers.storage.fsck import NAMESPACE_BYTES
+from kvtier.tiers.storage.fsck import NAMESPACE_BYTES  # type: ignore[attr-defined]
 
 from .tape import Tape, byte
 
@@ -62,7 +62,7 @@ class Parsers:
             ),
             (
                 lambda data: disk_format.SlabRecord.unpack(b"name", _with_checksum(data)),
-                (disk_format.DamagedRecordError,),
+                (disk_format.DamagedRecordError,),  # type: ignore[attr-defined]
             ),
             (lmdb_format.BlockRecord.read, (lmdb_format.DamagedRecordError,)),
             (self._store_answers, (StoreUnavailableError,)),

@@ -160,7 +160,7 @@ class S3Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: object) -> None: ...
+    def log_message(self, *_: Any) -> None: ...
 
 
 def _entry(path: str, nbytes: int) -> str:

@@ -151,7 +151,7 @@ def test_lies_about_one_namespace(
     valkey_site: Site, redis: HostileRedis, request: pytest.FixtureRequest, answer: Iterable[bytes], *, during: bool
 ) -> None:
     """A wrong value has no effect on others. An answer of another protocol ends with the attack."""
-    rest = valkey_site.ids[1][value_codec.TENANT_TAG_BYTES :].hex().encode()
+    rest = valkey_site.ids[1][value_codec.TENANT_TAG_BYTES :].hex().encode()  # type: ignore[attr-defined]
     redis.lie = lambda command: answer if command[0] == b"GET" and rest in command[1] else None
     try:
         valkey_site.attack(request.node.name, during=during)

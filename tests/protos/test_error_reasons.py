@@ -26,7 +26,7 @@ def test_every_reason_has_its_status_and_its_exception() -> None:
     assert set(STATUS_OF) == reasons
     assert set(ERROR_OF) == reasons
     refusals = [CoreError, *CoreError.__subclasses__()]
-    assert {refusal.reason for refusal in refusals} <= reasons
+    assert {refusal.reason for refusal in refusals} <= reasons  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

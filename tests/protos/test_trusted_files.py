@@ -106,7 +106,7 @@ def test_the_own_group_may_write_if_it_has_no_other_members(
     file.chmod(0o664)
     monkeypatch.setattr(os, "getegid", lambda: FOREIGN)
     users = [] if is_private else [type("User", (), {"pw_gid": FOREIGN, "pw_uid": 7})]
-    monkeypatch.setattr(trusted_files.pwd, "getpwall", lambda: users)
+    monkeypatch.setattr(trusted_files.pwd, "getpwall", lambda: users)  # type: ignore[attr-defined]
     if is_refused:
         refusal(file)
     else:

@@ -92,7 +92,7 @@ def test_a_region_that_cannot_be_mapped(
     def refuse(*_: object) -> None:
         raise RegionError("no address space")
 
-    monkeypatch.setattr(session_module.HostRegion, "attach", refuse)
+    monkeypatch.setattr(session_module.HostRegion, "attach", refuse)  # type: ignore[attr-defined]
     with Client(server.endpoint, namespace=NAMESPACE) as client:
         wait_connected(client)
         reconnect(client)

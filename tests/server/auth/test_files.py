@@ -182,7 +182,7 @@ def test_tokens_added_concurrently_are_all_kept(
         assert add_token(file, "earlier") == 0
     codes: list[int] = []
     second = threading.Thread(target=lambda: codes.append(add_token(file, "second")))
-    check = token_command.read_token_file
+    check = token_command.read_token_file  # type: ignore[attr-defined]
 
     def checked(path: Path, *, trusted: bool) -> TokenFile:
         # the new file is being written, and the old text was read

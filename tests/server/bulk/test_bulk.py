@@ -233,7 +233,7 @@ def test_attempts_of_a_load_are_bounded(server: ServerProcess, client: Client, m
     original = SocketStreams.pull
     monkeypatch.setattr(SocketStreams, "pull", lambda *given: (asked.append(given), original(*given)))
     monkeypatch.setattr(socket_streams, "checksum_on", lambda *_: 0)
-    with pytest.raises(part_streams.ChecksumMismatch):
+    with pytest.raises(part_streams.ChecksumMismatch):  # type: ignore[attr-defined]
         client.load(keys, filled(len(keys), PART))
     assert len(asked) == part_streams.ATTEMPTS
     server.wait_for(lambda status: not status.leases)

@@ -38,7 +38,7 @@ def lose(route: Route, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[by
     When the server has ended the store or lease, it kills the bulk process and closes the
     connection instead of reading the answer.
     """
-    original = socket_streams.read_answer
+    original = socket_streams.read_answer  # type: ignore[attr-defined]
 
     def lose(*, kill: bool = True) -> list[bytes]:
         lost: list[bytes] = []

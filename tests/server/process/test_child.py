@@ -222,7 +222,7 @@ def test_packed_messages_unpack_to_the_same() -> None:
 def test_restarts_have_a_growing_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is immediate, the delay has a limit, and a long enough life resets it."""
     now = [100.0]
-    monkeypatch.setattr(child_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(child_module.time, "monotonic", lambda: now[0])  # type: ignore[attr-defined]
     backoff = RestartBackoff(first=1, most=5, good=60)
     assert backoff.remaining() == 0
     pauses = []

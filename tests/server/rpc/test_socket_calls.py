@@ -341,7 +341,7 @@ async def test_calls_and_streams_of_an_asyncio_client_use_sockets(route: Route) 
     async with AsyncClient(route.endpoint, namespace=NAMESPACE, **arguments) as client:
         await asyncio.to_thread(wait_for_bulk, client)
         assert client.transport == "tcp"
-        client._transport._calls = {}
+        client._transport._calls = {}  # type: ignore[attr-defined]
         await client.store(keys, [payload(key, PART) for key in keys])
         buffers = filled(len(keys), PART)
         assert await client.load(keys, buffers) == len(keys)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core_rig import EXTENT, SPEC, Rig, keys
+from core_rig import EXTENT, SPEC, Rig, keys  # type: ignore[attr-defined]
 from simulation import ModelTier
 
 from kvtier.tiers.base import NamespaceId

@@ -205,7 +205,7 @@ def test_answers_of_the_process_have_a_code_for_each_name(answer: bytes) -> None
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake_process.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(mooncake_process.importlib.util, "find_spec", lambda _: None)  # type: ignore[attr-defined]
     with pytest.raises(TierOpenError, match="kvtier\\[mooncake\\]"):
         MooncakeTier("far", 1 << 30, master="host:1", limits=PATIENT)
 

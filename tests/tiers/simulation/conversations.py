@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvtier.tiers import errors
+from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.conversation_tasks import BlockAction, ConversationTask
 from kvtier.tiers.core.manager import TierManager
 
@@ -58,7 +59,7 @@ class Conversations(Actors):
         now = self.world.core.conversations.now
         blocks = [block for block in self._blocks(running) if block.ready]
         entries = [entry for here in inside.CoreView(self.world.core).entries for entry in here]
-        held = {entry.name for entry in entries if entry.state is inside.EntryState.HELD} & set(running.names)
+        held = {entry.name for entry in entries if entry.state is inside.EntryState.HELD} & set(running.names)  # type: ignore[attr-defined]
         if task.action is BlockAction.RETAIN and not counts.kept and task.until > now:
             self._must(all(block.retained for block in blocks), "a block is not retained, and not counted")
             self.world.saw("blocks retained by conversation", counts.changed > 0)
@@ -73,9 +74,7 @@ class Conversations(Actors):
             self._must(not kept, "a released block is still retained")
             self.world.saw("blocks released", counts.changed > 0)
         if task.action is BlockAction.DEMOTE:
-            demoted = (
-                set[inside.Block]().union(*inside.next_victims(self.world.core)).intersection(self._blocks(running))
-            )
+            demoted = set[Block]().union(*inside.next_victims(self.world.core)).intersection(self._blocks(running))
             self._must(len(demoted) >= counts.changed, f"{counts}, demoted {len(demoted)}")
             self._must(not any(block.retained for block in demoted), "a block is demoted and retained")
             self.world.saw("blocks demoted", counts.changed > 0)
@@ -130,11 +129,11 @@ class Conversations(Actors):
                 book.retained.pop(block, None)
         return more
 
-    def _blocks(self, running: _Running) -> Iterator[inside.Block]:
+    def _blocks(self, running: _Running) -> Iterator[Block]:
         found = (inside.block(running.core, *name) for name in running.names)
         return (block for block in found if block is not None and not block.hold_only)
 
-    def _is_shared(self, running: _Running, block: inside.Block) -> bool:
+    def _is_shared(self, running: _Running, block: Block) -> bool:
         """Returns whether a conversation that is no target of an action uses a block."""
         targets = [target[2] for target in running.task.targets]
         known = inside.conversations(self.world.core)[0] if None not in targets else []

@@ -88,7 +88,7 @@ def _owners(world: World) -> None:
         raise Violation(Invariant.OWNERS, f"stores {odd} differ between the core and the ledger")
     for number, record in (*ledger.leases.items(), *in_flight.items()):
         held = leases[number] if number in leases and record is ledger.leases.get(number) else stores[number]
-        if held.owner.session_id != record.client.session.id or held.expires_at != record.expires_at:
+        if held.owner.session_id != record.client.session.id or held.expires_at != record.expires_at:  # type: ignore[attr-defined]
             raise Violation(Invariant.OWNERS, f"{number} has another owner or expiry than was granted")
 
 

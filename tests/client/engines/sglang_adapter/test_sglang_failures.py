@@ -54,7 +54,7 @@ def test_in_a_forked_child_all_is_a_miss(server: ServerProcess) -> None:
     """Also while another thread of the parent holds the locks of log and lookups."""
     with attach(server.endpoint, kv_pool(seed=1)) as attached:
         assert all(attached.batch_set_v1(KEYS, ALL))
-        link = attached._links[storage.KV]
+        link = attached._links[storage.KV]  # type: ignore[attr-defined]
         with attached.log._lock, link._found._lock:
             if (pid := os.fork()) == 0:
                 signal.alarm(60)
@@ -100,7 +100,7 @@ def test_a_server_that_dies_during_a_copy(server: ServerProcess, monkeypatch: py
     """If the end of a copy cannot be confirmed, its pages count as not loaded or not stored."""
     with attach(server.endpoint, kv_pool(seed=1)) as attached:
         attached.batch_set_v1(KEYS[:3], rows(0, 1, 2))
-        copy = links.copy_batch
+        copy = links.copy_batch  # type: ignore[attr-defined]
 
         def die(*batch: Any) -> None:
             copy(*batch)
@@ -151,7 +151,7 @@ def test_what_is_copied_in_time_counts(
     """
     now = 0.0
     clock = SimpleNamespace(monotonic=lambda: now)
-    copy = links.copy_batch
+    copy = links.copy_batch  # type: ignore[attr-defined]
 
     def slow_copy(*batch: Any) -> None:
         nonlocal now

@@ -21,7 +21,7 @@ KEYS = hashes("prompt", 6)
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Set when the digests of files are known. Storages are attached before that."""
-    event, original = threading.Event(), identity.fingerprint_of
+    event, original = threading.Event(), identity.fingerprint_of  # type: ignore[attr-defined]
 
     def identify(*arguments: Any, **options: Any) -> str:
         assert event.wait(60)

@@ -68,7 +68,7 @@ def link_of(client: LeaseClient) -> PoolLink:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The clock of found pages: its time is `now`."""
-    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)  # type: ignore[attr-defined]
     monkeypatch.setattr(found_pages, "time", clock)
     return clock
 

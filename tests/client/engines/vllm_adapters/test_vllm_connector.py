@@ -46,7 +46,7 @@ def report(saved: Any = None, **loads: set[str]) -> Any:
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     texts: list[str] = []
-    monkeypatch.setattr(connector.logger, "warning", lambda text, *values, **_: texts.append(text % values))
+    monkeypatch.setattr(connector.logger, "warning", lambda text, *values, **_: texts.append(text % values))  # type: ignore[attr-defined]
     return texts
 
 

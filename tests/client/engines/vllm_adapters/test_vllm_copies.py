@@ -114,7 +114,9 @@ def test_blocks_in_a_row_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     caches = _caches()
     copier = _make(CpuCopier, caches)
     monkeypatch.setattr(
-        copies, "np", SimpleNamespace(**{**vars(copies.np), "copyto": lambda to, _: copied.append(to.shape)})
+        copies,
+        "np",
+        SimpleNamespace(**{**vars(copies.np), "copyto": lambda to, _: copied.append(to.shape)}),  # type: ignore[attr-defined]
     )
     memory = memoryview(bytearray(SLOT * BLOCKS))
     copier.copy_out(1, [3, 4, 5, 9], memory, [0, SLOT, 2 * SLOT, 3 * SLOT], None)

@@ -48,7 +48,7 @@ class Warnings(RateLimitedLog):
         super().__init__()
         self.kinds: list[str] = []
 
-    def warn(self, kind: str, text: str, *, exc_info: bool = False) -> None:
+    def warn(self, kind: str, text: str, *, exc_info: bool = False) -> None:  # type: ignore[override]
         self.kinds.append(kind)
 
 
@@ -256,7 +256,7 @@ def test_reports_of_saves_and_loads_do_not_depend_on_each_other(monkeypatch: pyt
 
 def test_a_typo_in_the_endpoint_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only invalid settings may raise."""
-    plain = namespace.Namespace("m", "d", ())
+    plain = namespace.Namespace("m", "d", ())  # type: ignore[attr-defined]
     monkeypatch.setattr(connector, "resolve_geometry", lambda *_: CacheGeometry((FULL,), 4, 4))
     monkeypatch.setattr(connector, "prepare_namespace", lambda *_: lambda: plain)
     with pytest.raises(ValueError, match="kvtier: "):
@@ -287,7 +287,7 @@ def test_a_set_up_that_fails_disables_the_connector(
 def test_without_prefix_caching_the_connector_disables_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """B4.1 One warning, and misses from then on."""
     warnings: list[str] = []
-    monkeypatch.setattr(connector.logger, "warning", lambda text, *values, **_: warnings.append(text % values))
+    monkeypatch.setattr(connector.logger, "warning", lambda text, *values, **_: warnings.append(text % values))  # type: ignore[attr-defined]
     config = _config()
     config.cache_config.enable_prefix_caching = False
     with pytest.raises(Unsupported, match="prefix caching is off"):

@@ -309,9 +309,9 @@ def test_jobs_of_a_worker_without_the_model_end() -> None:
 def test_a_tier_does_not_wait_for_the_digest(monkeypatch: pytest.MonkeyPatch, files: Files, tmp_path: Path) -> None:
     """Lookups miss and jobs fail at once. When the digest is known, the tier has a client."""
     monkeypatch.setattr(manager, "Client", lambda _endpoint, *, namespace, **_: Server(namespace))
-    monkeypatch.setattr(manager.TierLookups, "ask_policies", lambda _: None)
+    monkeypatch.setattr(manager.TierLookups, "ask_policies", lambda _: None)  # type: ignore[attr-defined]
     engine = engine_config(str(tmp_path), {}, lora_config=None)
-    monkeypatch.setattr(manager.compat, "find_engine_config", lambda _: engine)
+    monkeypatch.setattr(manager.compat, "find_engine_config", lambda _: engine)  # type: ignore[attr-defined]
     view = memoryview(np.zeros((4, ROW), np.int8))
     tier = KVTierSecondaryTier(SimpleNamespace(config=make_config({})), view, "kvtier")
     context = request_of("early", KEYS)
@@ -340,9 +340,9 @@ def test_a_tier_that_ends_before_the_digest_is_known(
         return clients[-1]
 
     monkeypatch.setattr(manager, "Client", connect)
-    monkeypatch.setattr(manager.TierLookups, "ask_policies", lambda _: None)
+    monkeypatch.setattr(manager.TierLookups, "ask_policies", lambda _: None)  # type: ignore[attr-defined]
     engine = engine_config(str(tmp_path), {}, lora_config=None)
-    monkeypatch.setattr(manager.compat, "find_engine_config", lambda _: engine)
+    monkeypatch.setattr(manager.compat, "find_engine_config", lambda _: engine)  # type: ignore[attr-defined]
     view = memoryview(np.zeros((4, ROW), np.int8))
     tier = KVTierSecondaryTier(SimpleNamespace(config=make_config({})), view, "kvtier")
     wait_until(lambda: files.reads == 1)
@@ -358,7 +358,7 @@ def test_a_tier_without_a_digest_misses(
     files.error = PermissionError("config.json")
     files.known.set()
     engine = engine_config(str(tmp_path), {}, lora_config=None)
-    monkeypatch.setattr(manager.compat, "find_engine_config", lambda _: engine)
+    monkeypatch.setattr(manager.compat, "find_engine_config", lambda _: engine)  # type: ignore[attr-defined]
     view = memoryview(np.zeros((4, ROW), np.int8))
     with caplog.at_level(logging.WARNING):
         monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)

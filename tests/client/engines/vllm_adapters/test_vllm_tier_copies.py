@@ -29,7 +29,7 @@ class HeldCopy:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_go_on = threading.Event(), threading.Event()
-        self._copy = transfers.copy_batch
+        self._copy = transfers.copy_batch  # type: ignore[attr-defined]
         patch.setattr(transfers, "copy_batch", self)
 
     def __call__(self, *batch: Any) -> None:

@@ -141,4 +141,4 @@ def make_tier_parts() -> Iterator[TierParts]:
     primary = EnginePrimaryTier(rows.ctypes.data, ROW, len(rows))
     yield TierParts(client, rows, lookups, Transfers(client, primary, lookups, log, threads))  # type: ignore[arg-type]
     for part in (*threads, lookups):
-        part.close()
+        part.close()  # type: ignore[attr-defined]
