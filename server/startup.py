@@ -273,7 +273,9 @@ def open_listeners(
     )
     socket_calls = SocketCallServer(interceptor, max_message_bytes, turns)
     attach_path = sockets[0].path.with_name(sockets[0].path.name + SUFFIX)
-    attach = AttachServer(attach_path, region, backend.sessions, socket_calls, access)
+    remedy = "raise the number of open files; docs/running.md#downgrades"
+    report = backend.runtime.downgrades.reporter("limits", remedy, subject="accept")
+    attach = AttachServer(attach_path, region, backend.sessions, socket_calls, access, report)
     with _start_errors():
         attach.start()
     closers.push_async_callback(attach.close)
