@@ -73,7 +73,7 @@ from .telemetry.logs import get_logger
 from .telemetry.metrics import Metrics
 from .telemetry.status_page import AsyncStatus, StatusPage, read_on_loop
 from .telemetry.tracing import Tracing, TracingError, open_tracing
-from .tier_host.factory import open_tiers, share_region
+from .tier_host.factory import open_on_thread, share_region
 
 __all__ = [
     "Backend",
@@ -205,9 +205,7 @@ async def open_runtime(
 ) -> TierRuntime:
     region_bytes = config.region_size // PAGE_BYTES * PAGE_BYTES
     with _start_errors():
-        # On a thread, because opening a large tier takes seconds and the event loop must handle
-        # signals meanwhile.
-        tiers = await asyncio.to_thread(open_tiers, config.tiers)
+        tiers = await open_on_thread(config.tiers)
     tiers += [peers] if peers is not None else []
     with contextlib.ExitStack() as opened:
         for tier in tiers:
