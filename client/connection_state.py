@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..cuda.host.copy import helper_refusal
 from .effects import Transport
 from .operations import Operations
 from .session.fork_guard import ForkGuarded
@@ -35,7 +36,7 @@ class ConnectionState(ForkGuarded):
         """Causes for which the current session is slower than it could be; empty without any."""
         session = self._transport.session
         found = session.downgrades.copy() if session is not None else {}
-        own = filter(None, [self._operations.staging_refusal])
+        own = filter(None, [self._operations.staging_refusal, helper_refusal()])
         return (*(f"{what}: {why}".removeprefix("kvtier: ") for what, why in found.items()), *own)
 
     @property

@@ -78,15 +78,25 @@ async def _serve(config: Config, downgrades: Downgrades | None) -> int:
     _handle_signals(asyncio.get_running_loop(), stop)
     server = Server(config, stop.set, downgrades)
     manager = ServiceManager(server.downgrades)
+    abandon = asyncio.get_running_loop().create_task(_abandon_start(server, stop))
     try:
         await server.start()
         manager.ready()
         await stop.wait()
+    except asyncio.CancelledError:
+        if not stop.is_set():
+            raise
     finally:
+        abandon.cancel()
         manager.stopping()
         await server.stop()
         manager.close()
     return EXIT_LEFT_BEHIND if server.left_behind else 0
+
+
+async def _abandon_start(server: Server, stop: asyncio.Event) -> None:
+    await stop.wait()
+    server.abandon_start()
 
 
 def _handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
@@ -151,6 +161,7 @@ class Server:
         self.metrics_port: int | None = None
         self._end = end
         self.downgrades = downgrades or Downgrades()
+        self._opening: asyncio.Task[TierRuntime] | None = None
         self._runtime: TierRuntime | None = None
         self._closers = contextlib.AsyncExitStack()
         self._has_started = False
@@ -168,7 +179,8 @@ class Server:
         access = load_access_control(config, self.downgrades)
         sockets = claim_sockets(config, closers)
         peers = make_peer_tier(config)
-        runtime = self._runtime = await open_runtime(config, closers, peers, self.downgrades)
+        self._opening = loop.create_task(open_runtime(config, closers, peers, self.downgrades))
+        runtime = self._runtime = await self._opening
         sessions = SessionRegistry(runtime, config.limits.max_sessions, access.rate_limiters)
         metrics, tracing = open_telemetry(config, runtime, sessions, started, closers)
         backend = Backend(config, runtime, sessions, access, metrics, peers)
@@ -209,6 +221,11 @@ class Server:
             epoch=f"{sessions.epoch:016x}",
             seconds=round(loop.time() - started, 3),
         )
+
+    def abandon_start(self) -> None:
+        """Makes `start` raise `asyncio.CancelledError` if it has not opened the tiers yet."""
+        if self._opening is not None:
+            self._opening.cancel()
 
     async def stop(self) -> None:
         """Drains the server and releases everything. Call it also after a failed `start`."""

@@ -73,7 +73,7 @@ from .telemetry.logs import get_logger
 from .telemetry.metrics import Metrics
 from .telemetry.status_page import AsyncStatus, StatusPage, read_on_loop
 from .telemetry.tracing import Tracing, TracingError, open_tracing
-from .tier_host.factory import open_tiers, share_region
+from .tier_host.factory import open_on_thread, share_region
 
 __all__ = [
     "Backend",
@@ -205,9 +205,7 @@ async def open_runtime(
 ) -> TierRuntime:
     region_bytes = config.region_size // PAGE_BYTES * PAGE_BYTES
     with _start_errors():
-        # On a thread, because opening a large tier takes seconds and the event loop must handle
-        # signals meanwhile.
-        tiers = await asyncio.to_thread(open_tiers, config.tiers)
+        tiers = await open_on_thread(config.tiers)
     tiers += [peers] if peers is not None else []
     with contextlib.ExitStack() as opened:
         for tier in tiers:
@@ -273,7 +271,9 @@ def open_listeners(
     )
     socket_calls = SocketCallServer(interceptor, max_message_bytes, turns)
     attach_path = sockets[0].path.with_name(sockets[0].path.name + SUFFIX)
-    attach = AttachServer(attach_path, region, backend.sessions, socket_calls, access)
+    remedy = "raise the number of open files; docs/running.md#downgrades"
+    report = backend.runtime.downgrades.reporter("limits", remedy, subject="accept")
+    attach = AttachServer(attach_path, region, backend.sessions, socket_calls, access, report)
     with _start_errors():
         attach.start()
     closers.push_async_callback(attach.close)

@@ -13,6 +13,7 @@ thread may call.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import resource
 import sys
@@ -30,7 +31,10 @@ from .memory import cgroup_directories
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["CopyHelper", "HostBuffer", "TensorLike", "address_of", "addresses_of", "copy_batch", "usable_cores"]
+__all__ = ["CopyHelper", "HostBuffer", "TensorLike", "address_of", "addresses_of", "copy_batch"]
+__all__ += ["helper_refusal", "usable_cores"]
+
+_log = logging.getLogger(__name__)
 
 _GIL_HELD_BYTES = 4 << 20
 """Longest batch that is copied with the GIL. Such a copy takes 0.25 to 0.5 ms, about the wake-up
@@ -256,6 +260,8 @@ class CopyHelper:
         self._helped: _Job[Any] | None = None
         self._active: set[_Job[Any]] = set()
         self._available: bool | None = None
+        self.refusal = ""
+        """Why the thread could not start; it is not tried again."""
 
     def share(self, pieces: Iterable[Piece], work: Callable[[Piece], None]) -> bool:
         """Calls `work` for every piece, in this thread and the helper's, in any order.
@@ -314,7 +320,9 @@ class CopyHelper:
             return False
         try:
             threading.Thread(target=self._run, name="kvtier-copy", daemon=True).start()
-        except RuntimeError:  # the process has too many threads
+        except RuntimeError as error:  # the process has too many threads
+            self.refusal = f"copies are slower, because their second thread cannot start: {error}"
+            _log.warning("kvtier: %s", self.refusal)
             return False
         return True
 
@@ -388,3 +396,8 @@ def _quota(version: int, group: Path) -> float | None:
 
 _contention = _GilContention()
 _helper = CopyHelper()
+
+
+def helper_refusal() -> str:
+    """Returns why large copies of this process are slower; empty if they are not."""
+    return _helper.refusal

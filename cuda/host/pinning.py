@@ -12,7 +12,17 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeAlias
 
-__all__ = ["PIN_CHUNK_BYTES", "CudaRegistrar", "Pin", "PinError", "Pinnable", "Pinning", "Registrar", "split_at_chunks"]
+__all__ = [
+    "PIN_CHUNK_BYTES",
+    "CudaRegistrar",
+    "Pin",
+    "PinError",
+    "Pinnable",
+    "Pinning",
+    "RefusedRegistrar",
+    "Registrar",
+    "split_at_chunks",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +52,19 @@ class Registrar(Protocol):
 
     def unregister(self, address: int) -> None:
         """Undoes ``register(address, …)``. Never raises."""
+
+
+class RefusedRegistrar:
+    """Registrar of a process whose driver cannot be used: refuses all memory with the cause."""
+
+    def __init__(self, cause: PinError) -> None:
+        self._cause = str(cause)
+
+    def register(self, address: int, nbytes: int) -> None:
+        raise PinError(self._cause)
+
+    def unregister(self, address: int) -> None:
+        """Does nothing, because no memory is registered."""
 
 
 class Pinning:

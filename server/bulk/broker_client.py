@@ -35,6 +35,8 @@ from .messages import (
     Pong,
     Refusal,
     Setup,
+    Slower,
+    SlowerSubject,
     ToChild,
     decode_to_child,
     encode,
@@ -270,6 +272,7 @@ class BrokerClient:
         self._channel = channel
         self._messages = iter(channel)
         self._numbers = itertools.count(1)
+        self._slower: dict[SlowerSubject, str] = {}
         self._streams: dict[int, Stream] = {}
         self._stores: WeakValueDictionary[int, PushedStore] = WeakValueDictionary()
         self._lock = threading.Lock()
@@ -282,9 +285,17 @@ class BrokerClient:
                 return message
         os._exit(0)  # the server has ended
 
-    def listening(self, slower: str = "") -> None:
+    def listening(self) -> None:
         """Reports that this process serves. Then the server passes connections."""
-        self.send(Listening(slower))
+        self.send(Listening())
+
+    def slower(self, subject: SlowerSubject, cause: str = "") -> None:
+        """Logs and reports a downgrade when it begins or its cause changes, and its end."""
+        if self._slower.get(subject, "") != cause:
+            self._slower[subject] = cause
+            if cause:
+                _log.warning(cause)
+            self.send(Slower(subject, cause))
 
     def start(self) -> None:
         """Starts the reading thread, and one that ends slow streams."""

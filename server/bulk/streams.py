@@ -110,9 +110,10 @@ class StreamServer:
             try:
                 sock, _ = listener.accept()
             except OSError as error:  # such as too many open files
-                _log.warning("cannot accept a connection: %s", error)
+                self._broker.slower("accept", f"connections for streams and calls over TCP are not accepted: {error}")
                 threading.Event().wait(0.1)
                 continue
+            self._broker.slower("accept")
             self._start(sock, None)
 
     def _start(self, sock: socket.socket, hello: bytes | None) -> None:
@@ -120,8 +121,10 @@ class StreamServer:
         try:
             threading.Thread(target=self._serve, args=(sock, hello), name="kvtier-stream", daemon=True).start()
         except RuntimeError as error:  # no thread available
-            _log.warning("cannot serve a connection: %s", error)
+            self._broker.slower("thread", f"a connection for streams is closed, because no thread can start: {error}")
             sock.close()
+        else:
+            self._broker.slower("thread")
 
     def _serve(self, sock: socket.socket, hello: bytes | None) -> None:
         accepted = None
@@ -148,7 +151,12 @@ class StreamServer:
         connection = Connection(sock, _IDLE_SECONDS)
         connection.set_deadline(_HELLO_SECONDS)
         if _is_for_calls(connection, tls=self._tls is not None):
-            socket.send_fds(self._handover, [b"calls"], [sock.fileno()])
+            try:
+                socket.send_fds(self._handover, [b"calls"], [sock.fileno()])
+            except OSError as error:
+                self._broker.slower("calls", f"a connection for calls cannot be passed to the server: {error}")
+                raise
+            self._broker.slower("calls")
             return None
         names: list[str] = []
         if self._tls is not None:
@@ -356,7 +364,6 @@ def main(socket_fd: int, region_fd: int, handover_fd: int, *listener_fds: int) -
         os.nice(_NICE)  # before the other threads start, because threads inherit it
     except OSError as error:  # a sandbox may forbid it
         slower = f"streams may delay calls, because the bulk process has the priority of the server: {error}"
-        _log.warning(slower)
     tune_malloc()
     sys.setswitchinterval(1e-4)  # as in the server: see `serve`
     region = HostRegion.attach(region_fd, setup.region_bytes)
@@ -367,7 +374,8 @@ def main(socket_fd: int, region_fd: int, handover_fd: int, *listener_fds: int) -
     server = StreamServer(broker, region, setup.limits, socket.socket(fileno=handover_fd), tls)
     for descriptor in listener_fds:
         server.serve(socket.socket(fileno=descriptor))
-    broker.listening(slower)
+    broker.listening()
+    broker.slower("priority", slower)
     server.receive_connections()
 
 

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,7 +20,7 @@ from ..rpc.sockets import SocketError, bind_tcp
 from ..telemetry.downgrades import Downgrades
 from ..telemetry.logs import get_logger
 from .broker import BulkBroker
-from .messages import Listening, Ping, Pong, Setup, ToChild, decode_from_child, encode
+from .messages import Listening, Ping, Pong, Setup, Slower, SlowerSubject, ToChild, decode_from_child, encode
 
 __all__ = ["BulkProcess", "bind_streams"]
 
@@ -37,6 +37,17 @@ _SILENT_ROUNDS = 5
 rounds end late if the event loop was delayed, so a delay is at most one of them."""
 _DETACH_SECONDS = 30.0
 """Time after which a stream that does not detach from its slots is stuck."""
+_Subject = SlowerSubject | Literal["pass", "take over"]
+_OPEN_FILES = "raise the number of open files of the server"
+_REMEDIES: dict[_Subject, str] = {
+    "priority": "permit the system call setpriority",
+    "accept": _OPEN_FILES,
+    "thread": "raise the number of threads of the server",
+    "calls": _OPEN_FILES,
+    "pass": _OPEN_FILES,
+    "take over": _OPEN_FILES,
+}
+"""What an operator can do, by the subject of a downgrade of streams."""
 
 
 def bind_streams(config: Config) -> list[socket.socket]:
@@ -96,8 +107,9 @@ class BulkProcess:
         try:
             socket.send_fds(self._handover, [hello], [connection.fileno()])
         except OSError as error:  # such as a full buffer; the client then uses gRPC
-            _log.warning("cannot pass a connection to the bulk process", error=str(error))
+            self._report("pass", f"a client's streams use the server, because it cannot pass a connection: {error}")
             return False
+        self._downgrades.end("streams", "pass")
         return True
 
     async def end_writers(self, store_id: int) -> None:
@@ -207,8 +219,11 @@ class BulkProcess:
         try:
             message, descriptors, _, _ = socket.recv_fds(handover, _HANDOVER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:  # such as too many open files; the client then uses gRPC
-            _log.warning("cannot take over a connection", error=str(error))
+            self._report(
+                "take over", f"a client's calls use gRPC, because the server cannot take a connection: {error}"
+            )
             return
+        self._downgrades.end("streams", "take over")
         if not message:
             asyncio.get_running_loop().remove_reader(handover)
         for descriptor in descriptors:
@@ -218,15 +233,21 @@ class BulkProcess:
         message = decode_from_child(payload)
         if isinstance(message, Listening):
             self._handover = handover
-            self._downgrades.end("streams")
-            if message.slower:
-                remedy = "permit the system call setpriority"
-                self._downgrades.report("streams", message.slower, remedy, subject="priority", is_logged=False)
+            for subject in ("", *_REMEDIES):  # those of the child before, too
+                self._downgrades.end("streams", subject)
             _log.info("bulk process serves", pid=self._child and self._child.pid, port=self._port)
+        elif isinstance(message, Slower):
+            if message.cause:
+                self._report(message.subject, message.cause, is_logged=False)
+            else:
+                self._downgrades.end("streams", message.subject)
         elif isinstance(message, Pong):
             self._answers += 1
         else:
             self._broker.handle(message)
+
+    def _report(self, subject: _Subject, cause: str, *, is_logged: bool = True) -> None:
+        self._downgrades.report("streams", cause, _REMEDIES[subject], subject=subject, is_logged=is_logged)
 
     def _send(self, message: ToChild) -> None:
         if self._child is not None:

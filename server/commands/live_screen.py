@@ -25,6 +25,8 @@ __all__ = ["ScreenFeed", "run_screen", "wants_screen"]
 
 _POLL_SECONDS = 0.05
 """Time between two looks at a running call, the keys and the size of the terminal."""
+_FIRST_SECONDS = 0.3
+"""Most seconds of the first interval: until it ends, there are no rates to show."""
 _SEQUENCES = {
     name: [prefix + code for prefix in (b"\x1b[", b"\x1bO") for code in codes.split()]
     for name, codes in {
@@ -88,11 +90,11 @@ def _draw(
 ) -> None:
     """Sets up the terminal, draws until the end or a suspension, and restores the terminal."""
     with _keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
-        next_call, size, keys = 0.0, None, list[str]()
+        next_call, size, keys, seconds = 0.0, None, list[str](), min(_FIRST_SECONDS, options.interval)
         while not suspended.is_set() and (not options.count or feed.samples < options.count):
             if time.monotonic() >= next_call and not feed.waiting:
                 feed.ask(holds=screen.wants_holds)
-                next_call = time.monotonic() + options.interval
+                next_call, seconds = time.monotonic() + seconds, options.interval
             if feed.take(screen) or keys or size != console.size:
                 size = console.size
                 live.update(screen.render(*size), refresh=True)

@@ -40,6 +40,7 @@ from ..auth.authenticator import AccessControl
 from ..auth.certificates import certificate_names
 from ..auth.roles import Identity
 from ..refused import Refused
+from ..telemetry.downgrades import Report
 from ..telemetry.logs import get_logger
 from .new_connections import NewConnections
 from .sessions import SessionRegistry
@@ -68,7 +69,9 @@ class AttachServer:
         sessions: SessionRegistry,
         calls: SocketCallServer,
         access: AccessControl,
+        report: Report = lambda _: None,
     ) -> None:
+        """`report` reports that connections cannot be accepted."""
         self.path = path
         self.serve_streams: Callable[[socket.socket, bytes], bool] = lambda _, __: False
         """Passes a connection for streams to the bulk process; returns whether it could."""
@@ -76,6 +79,8 @@ class AttachServer:
         self._sessions = sessions
         self._calls = calls
         self._access = access
+        self._report = report
+        self._accepts = True
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
@@ -110,9 +115,15 @@ class AttachServer:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:  # for example no free descriptor: tries again
-                _log.warning("cannot accept a connection", error=str(error))
+                if self._accepts:
+                    _log.warning("cannot accept a connection", error=str(error))
+                self._accepts = False
+                self._report(f"clients on this host cannot map the memory, because accept fails: {error}")
                 await asyncio.sleep(0.1)
                 continue
+            if not self._accepts:
+                self._accepts = True
+                self._report("")
             connection.setblocking(False)
             self._spawn(self._serve(connection))
 

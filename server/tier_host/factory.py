@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import importlib
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +21,7 @@ from ..config.schema import TierConfig
 from .guard import describe_error, safe_repr
 from .key_file import KeyFile, KeyFileError
 
-__all__ = ["open_tier", "open_tiers", "share_region", "tier_class"]
+__all__ = ["open_on_thread", "open_tier", "share_region", "tier_class"]
 
 _ATTRIBUTES = {
     "type": str,
@@ -35,7 +38,7 @@ _ATTRIBUTES = {
 _MAX_PARALLEL = 16
 
 
-def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
+def _open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
     """Opens all tiers in order. If one cannot be opened, closes the open ones and raises TierError.
 
     A custom class gets the keyword arguments `name`, `directory`, `size_bytes`, `durability` and
@@ -60,6 +63,25 @@ def share_region(tiers: Sequence[SecondaryTier], region: HostRegion) -> None:
             raise
         except BaseException as error:  # a third-party class may raise anything
             raise TierOpenError(f"tier {tier.name}: {describe_error(error)}") from error
+
+
+async def open_on_thread(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
+    """Opens the tiers on a thread, because a large one takes long, and signals must be handled.
+
+    If it is cancelled, the thread continues until the process ends. A daemon thread does not delay
+    this, and for the tiers it is the same as a SIGKILL.
+    """
+    opened: concurrent.futures.Future[list[SecondaryTier]] = concurrent.futures.Future()
+    opened.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            opened.set_result(_open_tiers(configs))
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            opened.set_exception(error)
+
+    threading.Thread(target=work, name="kvtier-open", daemon=True).start()
+    return await asyncio.wrap_future(opened)
 
 
 def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:

@@ -16,7 +16,7 @@ from harness.bulk import serving
 FORKS = 6
 _TESTS = Path(__file__).parents[1]
 _ROUTES = pytest.mark.parametrize(
-    ("route", "transport"), [("unix", "shm"), ("unix", "tcp"), ("tcp", "tcp"), ("tcp", "grpc")]
+    ("route", "transport"), [("unix", "shm"), ("unix", "tcp"), ("unix", "grpc"), ("tcp", "tcp"), ("tcp", "grpc")]
 )
 
 

@@ -125,6 +125,12 @@ class ServerProcess:
 
     def start(self, *, backed: bool = True) -> Self:
         """Starts a process and waits until it serves; with `backed` until its region is backed."""
+        self.launch()
+        self.wait_ready(backed=backed)
+        return self
+
+    def launch(self) -> None:
+        """Starts a process."""
         assert not self.alive
         with self.log_path.open("ab") as log, open(os.devnull) as null:  # noqa: PTH123
             if self._prefix:
@@ -138,8 +144,6 @@ class ServerProcess:
                     stdout=log.fileno(),
                     stderr=log.fileno(),
                 )
-        self.wait_ready(backed=backed)
-        return self
 
     def wait_ready(self, *, backed: bool = True) -> None:
         """Waits until the health check returns SERVING."""

@@ -46,7 +46,15 @@ whose parent is in another process group of the session."""
 class Terminal:
     """`kvtier top` or `kvtier fleet top` in a pseudo-terminal, and the screen that a user sees."""
 
-    def __init__(self, *command: str, columns: int = 80, lines: int = 24, shell: str = "", **environment: str) -> None:
+    def __init__(
+        self,
+        *command: str,
+        columns: int = 80,
+        lines: int = 24,
+        shell: str = "",
+        interval: str = "0.3",
+        **environment: str,
+    ) -> None:
         self.screen = pyte.Screen(columns, lines)
         self.raw = b""
         self._stream = pyte.ByteStream(self.screen)
@@ -60,7 +68,7 @@ class Terminal:
         start = ["setsid", "--ctty", "env", "--default-signal=INT", sys.executable]
         start += ["-c", shell, sys.executable] if shell else []
         self.process = subprocess.Popen(
-            [*start, "-m", "kvtier.server", *command, "--interval", "0.3"],
+            [*start, "-m", "kvtier.server", *command, "--interval", interval],
             stdin=follower,
             stdout=follower,
             stderr=follower,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import types
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -62,12 +62,20 @@ def model_attributes(
     return attributes
 
 
-def _table(configuration: Any) -> dict[str, Any]:
-    """Returns all attributes of a configuration. `to_dict` lacks the attention implementation."""
-    return {
-        name: _table(value) if isinstance(value, transformers.PretrainedConfig) else value
-        for name, value in vars(configuration).items()
-    }
+def _table(value: Any) -> Any:
+    """Returns all attributes and the class of a configuration and of its inner configurations.
+
+    `to_dict` lacks attributes, for example the attention implementation and the experts' one. The
+    class counts, because models take values from it, for example `model_type`.
+    """
+    if isinstance(value, Mapping):
+        return {name: _table(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_table(part) for part in value]
+    if not callable(getattr(value, "to_dict", None)) or isinstance(value, type):
+        return value
+    attributes = {name: _table(part) for name, part in vars(value).items()}
+    return {"attributes of": type(value), **attributes} if attributes else value
 
 
 class WeightsDigest:

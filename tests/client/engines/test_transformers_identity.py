@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from harness.tiny_llama import one_thread, tiny_llama  # noqa: F401 - a fixture
-from transformers import LlamaConfig
+from transformers import BitsAndBytesConfig, LlamaConfig
 
 from kvtier.client.engines.identity import SCHEME, WEIGHTS
 from kvtier.client.engines.transformers import KVTierCache
 from kvtier.client.engines.transformers.layout import CACHE_ARGUMENT
-from kvtier.client.engines.transformers.model_identity import ChangedWeights, WeightsDigest, model_attributes
+from kvtier.client.engines.transformers.model_identity import NEUTRAL, ChangedWeights, WeightsDigest, model_attributes
 from kvtier.client.engines.transformers.model_state import Snapshot
 from kvtier.client.testing import FakeServer
 
@@ -310,14 +310,94 @@ def test_a_setting_counts_unless_it_is_neutral(settings: dict[str, Any], *, coun
     assert (_attributes(tiny_llama())["settings"] != _attributes(tiny_llama(**settings))["settings"]) is counts
 
 
-def test_all_settings_of_an_inner_configuration_count() -> None:
-    """Also the attention implementation, which its `to_dict` lacks."""
-    found = set()
-    for implementation in ("eager", "sdpa"):
-        model = tiny_llama()
-        model.config.text_config = LlamaConfig(attn_implementation=implementation)
-        found.add(_attributes(model)["settings"])
-    assert len(found) == 2
+class _OtherLlamaConfig(LlamaConfig):
+    model_type = "other_llama"
+
+
+@pytest.fixture(scope="module")
+def settings() -> Callable[..., str]:
+    """Returns the digest of the settings of a model whose configuration has these inner ones."""
+    model = tiny_llama()
+    config = vars(model.config).copy()
+
+    def digest(**inner: Any) -> str:
+        vars(model.config).clear()
+        vars(model.config).update(config | inner)
+        return model_attributes(Snapshot(model), (), weights=False, is_stopped=lambda: False)()["settings"]
+
+    return digest
+
+
+def _outer(inner: Any) -> LlamaConfig:
+    config = LlamaConfig()
+    vars(config)["thinker_config"] = inner
+    return config
+
+
+PLACES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "itself": lambda inner: {"text_config": inner},
+    "vision": lambda inner: {"vision_config": inner},
+    "two levels": lambda inner: {"text_config": _outer(inner)},
+    "list": lambda inner: {"layer_configs": [LlamaConfig(), inner]},
+    "tuple": lambda inner: {"layer_configs": (inner,)},
+    "table": lambda inner: {"layer_configs": {"full": {"0": inner}}},
+    "numbers": lambda inner: {"layer_configs": {0: inner}},
+}
+"""Where a configuration can have an inner one."""
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_each_setting_of_an_inner_configuration_counts(
+    settings: Callable[..., str], place: Callable[[Any], dict[str, Any]]
+) -> None:
+    """Also those that `to_dict` lacks, and its class: models take values from it."""
+    before = settings(**place(LlamaConfig()))
+    assert settings(**place(LlamaConfig())) == before
+    assert settings(**place(_OtherLlamaConfig())) != before
+    names = {*vars(LlamaConfig()), "quantization_config", "of_a_later_release"}
+    for name in sorted(names if place is PLACES["itself"] else names & IN_EACH_PLACE):
+        inner = LlamaConfig()
+        vars(inner)[name] = {"another": "value"}
+        assert (settings(**place(inner)) == before) is NEUTRAL.has("text_config", name), name
+
+
+IN_EACH_PLACE = {"_attn_implementation_internal", "rope_parameters", "of_a_later_release"}
+
+
+def _quantization(**settings: Any) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(load_in_4bit=True, **settings)
+
+
+ROPE = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"quantization_config": {"bits": 4}}, {"quantization_config": {"bits": 8}}),
+        ({"quantization_config": _quantization()}, {"quantization_config": _quantization(bnb_4bit_quant_type="nf4")}),
+        ({"rope_parameters": ROPE}, {"rope_parameters": ROPE | {"beta_fast": 16.0}}),
+        (
+            {"rope_parameters": {"full_attention": ROPE}},
+            {"rope_parameters": {"full_attention": ROPE | {"factor": 2.0}}},
+        ),
+        ({"text_config": LlamaConfig(rope_parameters=ROPE)}, {"text_config": LlamaConfig(rope_parameters=None)}),
+    ],
+)
+def test_tables_of_settings_count(settings: Callable[..., str], one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert settings(**one) == settings(**one) != settings(**other)
+
+
+def test_a_quantization_counts_in_all_its_attributes(settings: Callable[..., str]) -> None:
+    """Also one that its `to_dict` lacks."""
+
+    class Quantization(BitsAndBytesConfig):
+        def to_dict(self) -> dict[str, Any]:
+            return {"quant_method": "own"}
+
+    one, other = Quantization(load_in_4bit=True), Quantization(load_in_8bit=True)
+    for place in PLACES.values():
+        assert settings(**place(one)) == settings(**place(one)) != settings(**place(other))
 
 
 def test_tensors_that_the_model_changes_itself_do_not_count() -> None:

@@ -21,6 +21,7 @@ from harness.traffic import PART, wait_connected
 from kvtier.client import AsyncClient, Client, InvalidRequest
 from kvtier.client.session import connection
 from kvtier.client.session import session as session_module
+from kvtier.cuda.host import copy
 from kvtier.cuda.host.pinning import PinError, Pinning
 from kvtier.cuda.host.region import RegionError
 from kvtier.protos.v1 import common_pb2, session_pb2
@@ -197,6 +198,14 @@ def test_memory_that_cannot_be_pinned(server: ServerProcess, caplog: pytest.LogC
             [cause] = wait_until(lambda: [each for each in client.downgrades if words in each])  # noqa: B023
             assert cause.endswith("no locked memory")
             assert warnings_of(caplog, words) == [f"kvtier: {cause}"]
+
+
+def test_copies_with_one_thread(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cause is that of the process, so each of its clients shows it."""
+    monkeypatch.setattr(copy, "_helper", SimpleNamespace(refusal="copies are slower"))
+    with Client(server.endpoint, namespace=NAMESPACE) as client:
+        wait_connected(client)
+        assert client.downgrades == ("copies are slower",)
 
 
 def test_a_client_without_a_downgrade(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:

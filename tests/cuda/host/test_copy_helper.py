@@ -234,14 +234,21 @@ def test_an_interrupt_just_after_the_helper_started(helper: CopyHelper) -> None:
     assert len(done) == 1
 
 
-def test_no_thread_can_be_started(helper: CopyHelper, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the limit of threads a process copies alone."""
+def test_no_thread_can_be_started(
+    helper: CopyHelper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the limit of threads a process copies alone, and says so once."""
 
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    assert not helper.share(range(3), lambda _: None)
+    monkeypatch.setattr(copy, "_helper", helper)
+    assert copy.helper_refusal() == ""
+    for _ in range(2):
+        assert not helper.share(range(3), lambda _: None)
+    cause = "copies are slower, because their second thread cannot start: can't start new thread"
+    assert (copy.helper_refusal(), caplog.messages) == (cause, [f"kvtier: {cause}"])
 
 
 def test_no_thread_is_started_at_interpreter_exit(helper: CopyHelper, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,6 +293,15 @@ def test_the_screen_shows_all_servers(fleet: list[ServerProcess]) -> None:
         assert terminal.is_restored()
 
 
+def test_the_first_rates_do_not_wait_for_an_interval(fleet: list[ServerProcess]) -> None:
+    """The table of tiers is empty until there are rates, of `kvtier top` as well."""
+    for command in (("fleet", "top", "--servers", fleet[0].endpoint), ("top", "--endpoint", fleet[0].endpoint)):
+        with Terminal(*command, interval="3600") as terminal:
+            terminal.wait(lambda text: "keys/s" in text)
+            terminal.press("2" if command[0] == "fleet" else "1", lambda text: "lmdb" in text)
+            terminal.press("q", lambda _: True)
+
+
 @pytest.mark.parametrize("columns", [1, 20, 80, 200])
 @pytest.mark.parametrize("lines", [1, 6, 24])
 def test_every_size_is_filled_exactly(fleet: list[ServerProcess], columns: int, lines: int) -> None:

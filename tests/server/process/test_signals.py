@@ -86,6 +86,49 @@ def test_a_signal_that_ends_the_server_loses_no_block(
         assert server.tier("lmdb").blocks == BLOCKS + 1
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def suspended_check(server: ServerProcess) -> int | None:
+    """Suspends the child that checks the LMDB file, if it runs; returns its pid."""
+    for child in children_of(server.pid):
+        with contextlib.suppress(OSError):
+            if b"def check_meta" in Path(f"/proc/{child}/cmdline").read_bytes():
+                os.kill(child, signal.SIGSTOP)
+                return child
+    return None
+
+
+@pytest.mark.parametrize("number", ENDING)
+@pytest.mark.parametrize("send", [kill_all, lambda server, number: os.kill(server.pid, number)])
+def test_a_signal_during_the_check_of_a_store_ends_the_start(
+    tmp_path: Path, number: int, send: Callable[[ServerProcess, int], object]
+) -> None:
+    """At once, with exit code 0, one line, no child left, and an unchanged store."""
+    with ServerProcess(tmp_path, region=128 * MIB) as server:
+        server.start()
+        store_without_flush(server.endpoint)
+        assert server.terminate() == 0
+        before, logged = (server.data_dir / "lmdb" / "data.mdb").read_bytes(), len(events_of(server))
+        server.launch()
+        child = wait_until(lambda: suspended_check(server), interval=0.001)
+        send(server, number)
+        assert server.wait() == 0, server.log
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGCONT)  # it may not have asked yet to be killed with the server
+        wait_until(lambda: not is_running(child))
+        events = [event for event in events_of(server)[logged:] if event != "storage"]
+        assert events == ["the server ends because of a signal"], server.log
+        assert not server.path.exists()
+        assert (server.data_dir / "lmdb" / "data.mdb").read_bytes() == before
+        server.start()
+        assert server.tier("lmdb").blocks == BLOCKS
+
+
 @pytest.mark.parametrize("number", UNUSED)
 def test_a_signal_without_a_meaning_is_logged(tmp_path: Path, number: int) -> None:
     """The server and its bulk process go on."""

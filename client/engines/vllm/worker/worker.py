@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import torch
 
-from .....cuda.host.pinning import CudaRegistrar, Pin, PinError, Pinning
+from .....cuda.host.pinning import CudaRegistrar, Pin, PinError, Pinning, RefusedRegistrar, Registrar
 from .... import AccessDenied, Client, InvalidRequest, KVTierError, NotConnected, StoreStatus, UnsupportedServer
 from ....events import describe_blocks
 from ....offload import BlockRead, CacheGroup, LoadJob, SaveJob
@@ -200,10 +200,9 @@ class WorkerSide:
         if device.type != "cuda":
             return None
         try:
-            registrar = CudaRegistrar(device.index or 0)
-        except PinError as error:
-            self._log.warn("pin", f"the server's memory is not pinned, so copies are slower: {error}")
-            return None
+            registrar: Registrar = CudaRegistrar(device.index or 0)
+        except PinError as error:  # the client logs and shows it with its downgrades
+            registrar = RefusedRegistrar(error)
         return lambda memory: Pinning(memory, registrar, allowed=lambda: self.serving)
 
     def _register_route(self) -> None:

@@ -22,6 +22,7 @@ from kvtier.client.engines.vllm.step_metadata import StepMetadata
 from kvtier.client.engines.vllm.worker import worker
 from kvtier.client.engines.vllm.worker.reports import WorkerReport
 from kvtier.client.offload import BlockRead, CacheGeometry, LoadJob, SaveJob
+from kvtier.cuda.host.pinning import PinError
 from kvtier.cuda.host.region import PAGE_BYTES, HostRegion
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
@@ -373,6 +374,25 @@ def test_clients_of_peers_pin_their_staging(monkeypatch: pytest.MonkeyPatch) -> 
     made._config = replace(made._config, peers=("10.0.0.7:50051",))
     made._peers(FakeClient(), object(), 0, pin).client("10.0.0.7:50051")
     assert [(client["endpoint"], client["pin"]) for client in clients] == [("10.0.0.7:50051", pin)]
+
+
+def test_a_worker_without_a_driver_shows_why_copies_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client gets the refusal, so that `Client.downgrades` and one warning have the cause."""
+
+    def refuse(_: int) -> None:
+        raise PinError("there is no CUDA driver")
+
+    monkeypatch.setattr(worker, "CudaRegistrar", refuse)
+    made = _broken(monkeypatch, WORKER)
+    made._worker = worker.WorkerSide(lambda *_: FakeClient(), [FULL], "ns", 8, made._reports, RateLimitedLog())
+    made._worker.serving = True
+    pin = made._worker._pin_for(torch.device("cuda:0"))
+    assert pin is not None
+    with HostRegion.create(PAGE_BYTES) as region:
+        pinning = pin(region)
+        with pytest.raises(PinError, match="there is no CUDA driver"):
+            pinning.pin(0, PAGE_BYTES)
+        pinning.close()
 
 
 def test_memory_is_pinned_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
