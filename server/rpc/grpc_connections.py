@@ -46,7 +46,7 @@ _ALARM_SECONDS = 60.0
 _ALARM_CHECK_SECONDS = 0.05
 """Time between two checks of the memory, which take 20 µs each."""
 _LARGE_BYTES = 8 << 10
-"""A client sends less before its session is open: a TLS handshake with a certificate takes 3 KiB."""
+"""A client sends less until its session is open: a TLS handshake with a certificate takes 3 KiB."""
 _RECEIVED = struct.Struct("<128xQ")
 """`tcpi_bytes_received` of `struct tcp_info`."""
 

@@ -40,7 +40,7 @@ CUT_OFF_RUNS = 14
 ONE_BYTE_HEADERS = 60
 """Connections of 100,000 headers of a byte each: without a limit they take 3 GiB."""
 MOST_OF_HEADERS = 1024 * MIB
-"""Growth at which they fail. The server closes all of them at 512 MiB, and checks 20 times a second."""
+"""Growth at which they fail. The server closes all of them at 512 MiB, in 20 checks per second."""
 MORE = 32 * MIB
 """Growth from a run of an attack to the next: the server trims its heap at 32 MiB."""
 KEPT = 56 * MIB
