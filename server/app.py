@@ -208,6 +208,7 @@ class Server:
         most = max_grpc_connections(len(config.endpoints))
         connections = GrpcConnections(self.ports, most, lambda: [each.peer for each in sessions.all()])
         self._run_until_stop(connections.watch())
+        closers.callback(connections.start_alarm())
         self._run_until_stop(watch_loop(metrics.loop_lag.observe, loop_lag.observe))
         closers.push_async_callback(health.shut_down)
         self._has_started = True

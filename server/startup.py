@@ -116,6 +116,8 @@ _GRPC_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # Close connections that complete no handshake, and idle connections.
     ("grpc.server_handshake_timeout_ms", 5_000),
+    # Until a client confirms the settings, gRPC (1.85) accepts 16 MiB of headers, then 16 KiB.
+    ("grpc.http2.settings_timeout", 5_000),
     ("grpc.max_connection_idle_ms", 60_000),
     ("grpc.max_concurrent_streams", 256),
     # By default gRPC cancels calls at random if more than 1,000 wait until the server accepts them:

@@ -1,9 +1,14 @@
-"""Share of each address in the TCP connections for gRPC.
+"""Limits of the TCP connections for gRPC: a share of each address, and the memory of all.
 
 gRPC closes a new connection if a listening address has `most` of them, and cannot close an old one
 instead. So a peer that holds all of them would keep new clients out. This module finds the sockets
 among the descriptors of the process. If an address has more connections than are free for others,
 it shuts down the oldest ones that carry no session.
+
+Until a client confirms the server's settings, gRPC (1.85) accepts a block of headers of 16 MiB. A
+header that takes one byte on the wire takes 500 bytes of memory: 20 MB on 64 connections took 3.8
+GiB within five seconds, without credentials. So a thread watches the memory of the process. If it
+grows fast, the thread shuts down connections that carry no session.
 """
 
 from __future__ import annotations
@@ -12,15 +17,18 @@ import asyncio
 import contextlib
 import os
 import socket
+import struct
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from urllib.parse import unquote
 
+from ...cuda.host.memory import own_bytes
 from ...protos.endpoint import network_of
 from ..telemetry.logs import get_logger
 
-__all__ = ["GrpcConnections"]
+__all__ = ["GrowthAlarm", "GrpcConnections"]
 
 _log = get_logger(__name__)
 
@@ -30,6 +38,17 @@ _SHORT_SECONDS = 0.05
 """The same after a check that closed connections, because their peer may open others at once."""
 _PART_OF_TIME = 0.1
 """Largest part of the time that checks take. Each takes 10 µs per descriptor."""
+_ALARM_BYTES = 256 << 20
+"""Growth of the memory, within `_ALARM_SECONDS`, at which large connections are closed. At twice
+this growth, all connections without a session are closed."""
+_ALARM_SECONDS = 60.0
+"""The trimmer of the heap returns freed memory within 15 s."""
+_ALARM_CHECK_SECONDS = 0.05
+"""Time between two checks of the memory, which take 20 µs each."""
+_LARGE_BYTES = 8 << 10
+"""A client sends less until its session is open: a TLS handshake with a certificate takes 3 KiB."""
+_RECEIVED = struct.Struct("<128xQ")
+"""`tcpi_bytes_received` of `struct tcp_info`."""
 
 Peer = tuple[str, int]
 """Address and port of the other end."""
@@ -41,13 +60,47 @@ class GrpcConnections:
     def __init__(self, ports: Iterable[int], most: int, peers_with_sessions: Callable[[], Iterable[str]]) -> None:
         """`most`: limit of the connections of each port.
 
-        The callback returns peers as gRPC names them, and runs on the event loop.
+        The callback returns peers as gRPC names them. It may run on another thread.
         """
         self._ports = frozenset(ports)
         self._most = most
         self._peers_with_sessions = peers_with_sessions
         self._known: dict[int, dict[Peer, None]] = {}
         """Connections of each port at the last check, the oldest first."""
+
+    def start_alarm(self) -> Callable[[], None]:
+        """Starts the thread that watches the memory; returns a function that ends it.
+
+        Not a task: gRPC passes the headers of a call to Python on the event loop, which can take
+        seconds for those of an attack.
+        """
+        ended = threading.Event()
+        if self._ports:
+            threading.Thread(target=self._watch_memory, args=(ended,), name="kvtier-memory", daemon=True).start()
+        return ended.set
+
+    def _watch_memory(self, ended: threading.Event) -> None:
+        alarm = GrowthAlarm()
+        while not ended.wait(_ALARM_CHECK_SECONDS):
+            least_bytes = alarm.check(time.monotonic(), own_bytes())
+            if least_bytes is None:
+                continue
+            for network, count in self.close_large(least_bytes).items():
+                _log.warning("connections closed: the memory grows fast", address=network, connections=count)
+
+    def close_large(self, least_bytes: int) -> Counter[str]:
+        """Shuts down the connections without a session that have received `least_bytes` or more.
+
+        Returns their number by address. Runs on any thread.
+        """
+        with_sessions = {_peer_of(name) for name in self._peers_with_sessions()}
+        closed: Counter[str] = Counter()
+        for _, peer, sock in _tcp_sockets(self._ports):
+            with sock, contextlib.suppress(OSError):
+                if peer not in with_sessions and _received_bytes(sock) >= least_bytes:
+                    sock.shutdown(socket.SHUT_RDWR)
+                    closed[network_of(peer[0])] += 1
+        return closed
 
     async def watch(self) -> None:
         """Checks the connections, until the task is cancelled."""
@@ -90,6 +143,32 @@ class GrpcConnections:
         return closed
 
 
+class GrowthAlarm:
+    """Decides by the growth of the memory which connections are closed."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque()
+        """Time and memory, each smaller than the next one: the first is the least of the window."""
+
+    def check(self, now: float, memory_bytes: int) -> int | None:
+        """Returns the least size of the connections to close; None if the memory does not grow."""
+        while self._samples and self._samples[-1][1] >= memory_bytes:
+            self._samples.pop()
+        self._samples.append((now, memory_bytes))
+        while self._samples[0][0] < now - _ALARM_SECONDS:
+            self._samples.popleft()
+        growth = memory_bytes - self._samples[0][1]
+        if growth < _ALARM_BYTES:
+            return None
+        return _LARGE_BYTES if growth < 2 * _ALARM_BYTES else 0
+
+
+def _received_bytes(sock: socket.socket) -> int:
+    """Returns how much a TCP connection has received; 0 if the kernel does not tell."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
+    return int(_RECEIVED.unpack(info)[0]) if len(info) == _RECEIVED.size else 0
+
+
 def _excess(peers: Iterable[Peer], with_sessions: set[Peer], most: int) -> list[Peer]:
     """Returns the connections to close. Each address may have as many as are then free."""
     by_network: dict[str, list[Peer]] = {}
@@ -113,8 +192,13 @@ def _tcp_sockets(ports: frozenset[int]) -> Iterator[tuple[int, Peer, socket.sock
     """Yields port, peer and a duplicate of each connected TCP socket of these local ports."""
     for descriptor in _descriptors():
         try:
-            sock = socket.socket(fileno=os.dup(descriptor))
-        except OSError:  # closed meanwhile, or no socket
+            duplicate = os.dup(descriptor)
+        except OSError:  # closed meanwhile
+            continue
+        try:
+            sock = socket.socket(fileno=duplicate)
+        except OSError:  # no socket
+            os.close(duplicate)
             continue
         try:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:

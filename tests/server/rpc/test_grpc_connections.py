@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from kvtier.server.rpc.grpc_connections import GrpcConnections, Peer, _excess, _peer_of
+from kvtier.server.rpc.grpc_connections import GrowthAlarm, GrpcConnections, Peer, _excess, _peer_of
+
+MIB = 1 << 20
 
 
 def peers(host: str, count: int) -> list[Peer]:
@@ -62,3 +66,42 @@ def test_only_connections_of_its_ports_are_closed() -> None:
         assert (sum(closed[:4]), sum(closed[4:])) == (2, 0)
         for connection in (*clients, *accepted):
             connection.close()
+
+
+def test_a_check_keeps_no_descriptors(tmp_path: Path) -> None:
+    """Before, each check kept a duplicate of each descriptor that is not a socket."""
+    with socket.create_server(("127.0.0.1", 0)) as ours, (tmp_path / "file").open("w"):
+        connections = GrpcConnections([ours.getsockname()[1]], 4, list)
+        before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+        connections.check(set())
+        connections.close_large(0)
+        assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_large_connections_without_a_session_are_closed() -> None:
+    """The memory grows fast. A connection with a session stays, and one that has sent little."""
+    with socket.create_server(("127.0.0.1", 0)) as ours:
+        clients = [socket.create_connection(ours.getsockname()) for _ in range(3)]
+        accepted = [ours.accept()[0] for _ in clients]
+        host, port = clients[0].getsockname()
+        connections = GrpcConnections([ours.getsockname()[1]], 4, lambda: [f"ipv4:{host}:{port}"])
+        for client, sent in zip(clients, (9000, 9000, 100), strict=True):
+            client.sendall(bytes(sent))
+        for connection, sent in zip(accepted, (9000, 9000, 100), strict=True):
+            connection.recv(sent, socket.MSG_WAITALL)
+        assert connections.close_large(8192) == {"127.0.0.1": 1}
+        assert accepted[1].recv(1) == b""
+        assert connections.close_large(0)["127.0.0.1"] >= 1
+        assert accepted[2].recv(1) == b""
+        accepted[0].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            accepted[0].recv(1)
+        for connection in (*clients, *accepted):
+            connection.close()
+
+
+def test_an_alarm_compares_with_the_least_memory_of_a_minute() -> None:
+    alarm = GrowthAlarm()
+    figures = [(0, 100), (30, 300), (31, 357), (32, 613), (33, 200), (90, 440), (92, 460), (156, 700), (157, 960)]
+    answers = [alarm.check(second, mib * MIB) for second, mib in figures]
+    assert answers == [None, None, 8192, 0, None, None, 8192, None, 8192]
