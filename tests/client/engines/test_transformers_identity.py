@@ -16,9 +16,15 @@ from harness.tiny_llama import one_thread, tiny_llama  # noqa: F401 - a fixture
 from transformers import BitsAndBytesConfig, LlamaConfig
 
 from kvtier.client.engines.identity import SCHEME, WEIGHTS
-from kvtier.client.engines.transformers import KVTierCache
+from kvtier.client.engines.transformers import KVTierCache, model_identity
 from kvtier.client.engines.transformers.layout import CACHE_ARGUMENT
-from kvtier.client.engines.transformers.model_identity import NEUTRAL, ChangedWeights, WeightsDigest, model_attributes
+from kvtier.client.engines.transformers.model_identity import (
+    NEUTRAL,
+    ChangedWeights,
+    WeightsDigest,
+    engine_attributes,
+    model_attributes,
+)
 from kvtier.client.engines.transformers.model_state import Snapshot
 from kvtier.client.testing import FakeServer
 
@@ -462,3 +468,16 @@ def test_functions_with_equal_names_and_other_code_are_distinguished(one: Any, o
         return _attributes(model)["state"]
 
     assert state(one) == state(one) != state(other)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(torch, "__version__"), (model_identity.transformers, "__version__"), (torch.backends.cpu, "get_cpu_capability")],
+)
+def test_another_version_or_processor_has_another_namespace(
+    module: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them may compute the KV with other kernels."""
+    before = engine_attributes(torch.device("cpu"))
+    monkeypatch.setattr(module, name, (lambda: "other") if name.startswith("get") else "0.0")
+    assert engine_attributes(torch.device("cpu")) != before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from stand_ins import FULL, STATE, WINDOW, FakePool
 
-from kvtier.client.offload import BlockPosition, BlockRead, CacheGeometry, PrefixHit, search_hit
+from kvtier.client.offload import BlockPosition, BlockRead, CacheGeometry, CacheGroup, PrefixHit, search_hit
 from kvtier.client.offload.loads import lacks_blocks, longest_hit, plan_reads, usable_limit
 
 
@@ -84,6 +84,12 @@ def test_full_window_and_state_are_matched_together(
 def test_the_last_block_of_a_hit_may_be_recomputed() -> None:
     """B4.2: with a draft model the hit is a block shorter."""
     assert _hit(CacheGeometry((FULL,), 4, 4, drop_last_block=True), 16, {0: {0, 1, 2, 3}}) == (12, 1)
+
+
+def test_the_recomputed_block_is_one_of_the_scheduler() -> None:
+    """B4.2: the hit is a step shorter, also if the blocks of a group are smaller than a step."""
+    geometry = CacheGeometry((FULL, CacheGroup(1, 8, None)), 8, 4, drop_last_block=True)
+    assert _hit(geometry, 16, {0: {0, 1, 2, 3}, 1: {0, 1}}) == (8, 2)
 
 
 def test_a_block_that_was_not_found_makes_the_load_impossible() -> None:

@@ -165,3 +165,26 @@ def test_no_call_has_more_keys_than_the_server_accepts() -> None:
     client.max_keys = None
     assert [*link._batches(3)] == [(0, 3)]
     assert [*link._batches(0)] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "layout",
+            "dtype",
+            "page_size",
+            "layer_num",
+            "start_layer",
+            "end_layer",
+            "head_num",
+            "head_dim",
+            "v_head_dim",
+        ),
+        *("kv_cache_dim", "storage_format_tag", "temporal_dtype", "conv_dtype", "indexer_dtype"),
+    ],
+)
+def test_each_property_of_a_page_is_in_its_description(name: str) -> None:
+    """Pools that differ in one of them share no pages, also if the pages have the same size."""
+    one, other = (HostPool(KV, SimpleNamespace(**{name: value}), (8,)).describe() for value in ("one", "other"))
+    assert one != other
