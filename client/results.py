@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..protos.v1 import cache_pb2, common_pb2, handoff_pb2
-from .handoff.model import HandoffDirection, NotClaimedReason
+from ..protos.v1 import cache_pb2
+from ..protos.values import (
+    DurableStatus,
+    HandoffDirection,
+    KeyStatus,
+    Medium,
+    OffloadPolicy,
+    PublishStatus,
+    StoreStatus,
+    TierFilter,
+)
+from .handoff.model import NotClaimedReason
 from .session.session import ClientSession
 
 __all__ = [
@@ -31,88 +41,6 @@ __all__ = [
     "TierVote",
     "WriteBatch",
 ]
-
-
-class KeyStatus(enum.IntEnum):
-    """Status of one key of a lookup.
-
-    HIT_PENDING: the block is being written or promoted. RETRY: a tier does not know yet whether it
-    has the block, so look the key up again.
-    """
-
-    HIT = common_pb2.KEY_STATUS_HIT
-    MISS = common_pb2.KEY_STATUS_MISS
-    HIT_PENDING = common_pb2.KEY_STATUS_HIT_PENDING
-    RETRY = common_pb2.KEY_STATUS_RETRY
-
-
-class StoreStatus(enum.IntEnum):
-    """Status of one key of a store.
-
-    GRANTED: the caller may write the block. PRESENT: the block is stored already. IN_PROGRESS:
-    another session writes the block. NO_ROOM: no block can be evicted now, so try again later.
-    """
-
-    GRANTED = common_pb2.STORE_STATUS_GRANTED
-    PRESENT = common_pb2.STORE_STATUS_PRESENT
-    IN_PROGRESS = common_pb2.STORE_STATUS_IN_PROGRESS
-    NO_ROOM = common_pb2.STORE_STATUS_NO_ROOM
-
-
-class DurableStatus(enum.IntEnum):
-    """Whether a block survives a restart of the server.
-
-    PENDING: the block is still being stored in a durable tier. VOLATILE: no durable tier has the
-    block or is storing it.
-    """
-
-    DURABLE = common_pb2.DURABLE_STATUS_DURABLE
-    PENDING = common_pb2.DURABLE_STATUS_PENDING
-    VOLATILE = common_pb2.DURABLE_STATUS_VOLATILE
-
-
-class PublishStatus(enum.IntEnum):
-    """Status of a publication. Only PUBLISHED means that the server holds the blocks.
-
-    NO_ROOM: holds already pin as much memory as allowed. TOO_MANY: the tenant has too many holds.
-    """
-
-    PUBLISHED = handoff_pb2.PUBLISH_STATUS_PUBLISHED
-    NO_ROOM = handoff_pb2.PUBLISH_STATUS_NO_ROOM
-    TOO_MANY = handoff_pb2.PUBLISH_STATUS_TOO_MANY
-
-
-class OffloadPolicy(enum.Enum):
-    """Which blocks of a request the tiers receive.
-
-    BLOCK_LEVEL: only newly computed blocks. REQUEST_LEVEL: all blocks, also prefix hits.
-    """
-
-    BLOCK_LEVEL = cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL
-    REQUEST_LEVEL = cache_pb2.OFFLOAD_POLICY_REQUEST_LEVEL
-
-
-class Medium(enum.IntEnum):
-    """Storage medium of a tier."""
-
-    MEMORY = cache_pb2.TIER_MEDIUM_MEMORY
-    DISK = cache_pb2.TIER_MEDIUM_DISK
-    NETWORK = cache_pb2.TIER_MEDIUM_NETWORK
-
-
-@dataclass(frozen=True, slots=True)
-class TierFilter:
-    """Selects tiers that a lookup skips: secondary tiers that match at least one attribute.
-
-    Attributes:
-        names: names of tiers; an unknown name raises `InvalidRequest`.
-        media: storage media of tiers.
-        remote: whether to skip tiers that store blocks on another host than the server's.
-    """
-
-    names: Collection[str] = ()
-    media: Collection[Medium] = ()
-    remote: bool = False
 
 
 @dataclass(frozen=True, slots=True)

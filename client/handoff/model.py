@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NewType, Protocol
 
+from ...protos.values import HandoffDirection
 from ..offload import CacheGroup
 from .params import RemoteRequest, TransferParams
 
@@ -34,13 +35,6 @@ EXPIRY_MARGIN_S = 5.0
 """An engine does not claim or read a hold that expires within this time (B2.19)."""
 
 ClaimId = NewType("ClaimId", int)
-
-
-class HandoffDirection(IntEnum):
-    """Direction in which a request is handed over; same values as `kvtier.v1.HandoffDirection`."""
-
-    PREFILL_TO_DECODE = 1
-    DECODE_TO_PREFILL = 2
 
 
 class NotClaimedReason(IntEnum):
