@@ -6,21 +6,26 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..protos.v1 import cache_pb2
+from ..protos.v1 import cache_pb2, conversation_pb2
 from ..protos.values import (
     DurableStatus,
     HandoffDirection,
     KeyStatus,
     Medium,
+    NotClaimedReason,
     OffloadPolicy,
     PublishStatus,
     StoreStatus,
     TierFilter,
 )
-from .handoff.model import NotClaimedReason
 from .session.session import ClientSession
 
 __all__ = [
+    "BlocksInTier",
+    "ConversationAction",
+    "ConversationInfo",
+    "ConversationPage",
+    "ConversationResult",
     "DurableStatus",
     "HandoffDirection",
     "HoldInfo",
@@ -239,3 +244,100 @@ class WriteBatch:
     def views(self) -> list[memoryview]:
         """Returns a view of each part."""
         return [self.memory[offset : offset + size] for offset, size in zip(self.offsets, self.sizes, strict=True)]
+
+
+class ConversationAction(enum.IntEnum):
+    """What to do with the blocks of a conversation.
+
+    RETAIN: keep them for `retain_for` seconds, also those of later requests. RELEASE: end this.
+    DEMOTE: evict them next, if a lower tier has them. PREFETCH: load those of the latest request
+    into the CPU tier. PIN: keep them until UNPIN (role admin). DELETE: remove those that no other
+    conversation uses from all tiers of the server.
+    """
+
+    RETAIN = conversation_pb2.CONVERSATION_ACTION_RETAIN
+    RELEASE = conversation_pb2.CONVERSATION_ACTION_RELEASE
+    DEMOTE = conversation_pb2.CONVERSATION_ACTION_DEMOTE
+    PREFETCH = conversation_pb2.CONVERSATION_ACTION_PREFETCH
+    PIN = conversation_pb2.CONVERSATION_ACTION_PIN
+    UNPIN = conversation_pb2.CONVERSATION_ACTION_UNPIN
+    DELETE = conversation_pb2.CONVERSATION_ACTION_DELETE
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationResult:
+    """Result of an action. Each block counts once.
+
+    Attributes:
+        changed: number of blocks that were changed in any tier, or whose loading has started.
+        shared: number of blocks left alone, because another conversation uses them.
+        kept: number of blocks left alone for another reason: pinned, in use, in only one tier
+            (DEMOTE), beyond the tenant's retention limit, or in the CPU tier already (PREFETCH).
+        missing: number of blocks that no tier has.
+    """
+
+    changed: int
+    shared: int
+    kept: int
+    missing: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksInTier:
+    """Blocks of a conversation in one tier.
+
+    Attributes:
+        tier: name of the tier.
+        blocks: number of blocks.
+        nbytes: size of these blocks.
+        retained: number of these blocks that are retained.
+    """
+
+    tier: str
+    blocks: int
+    nbytes: int
+    retained: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationInfo:
+    """A conversation in one namespace.
+
+    Attributes:
+        conversation_id: name of the conversation.
+        tenant: its tenant.
+        namespace_id: id of the namespace.
+        requests: number of requests.
+        blocks: number of blocks that the requests have used.
+        tiers: the blocks that each tier has now, in lookup order.
+        age_seconds: time since the first request.
+        idle_seconds: time since the latest request.
+        retained_seconds: time until the retention ends; None if it is not retained, or pinned.
+        pinned: whether it is pinned.
+    """
+
+    conversation_id: str
+    tenant: str
+    namespace_id: bytes
+    requests: int
+    blocks: int
+    tiers: tuple[BlocksInTier, ...]
+    age_seconds: float
+    idle_seconds: float
+    retained_seconds: float | None
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationPage:
+    """Some conversations, newest first.
+
+    Attributes:
+        conversations: the conversations.
+        total: number of all conversations.
+        next_page: the argument `page` for the next page; 0 after the last page.
+    """
+
+    conversations: tuple[ConversationInfo, ...]
+    total: int
+    next_page: int

@@ -14,6 +14,7 @@ __all__ = [
     "HandoffDirection",
     "KeyStatus",
     "Medium",
+    "NotClaimedReason",
     "OffloadPolicy",
     "PublishStatus",
     "StoreStatus",
@@ -75,6 +76,17 @@ class HandoffDirection(enum.IntEnum):
 
     PREFILL_TO_DECODE = 1
     DECODE_TO_PREFILL = 2
+
+
+class NotClaimedReason(enum.IntEnum):
+    """Why an engine computes a request without a claim.
+
+    PEER_NOT_LISTED: no setting names the server of the hold. NOTHING_HELD: the other engine holds
+    no blocks of the request, for example because it had to evict a state of the prompt.
+    """
+
+    PEER_NOT_LISTED = 5
+    NOTHING_HELD = 6
 
 
 class OffloadPolicy(enum.IntEnum):
