@@ -56,8 +56,7 @@ SENTENCES = {
         ("Construct the client on the event loop that uses it.", "Any thread may use the client."),
     ),
 }
-"""Hand-written file -> (its sentence, sentence of the generated file). The former must occur exactly
-once."""
+"""Hand-written file -> (its sentence, sentence of the generated file). The former occurs once."""
 
 
 def generate(path: str, source: str) -> str:
