@@ -13,14 +13,22 @@ from google.protobuf.message import Message
 
 from ...cuda.host.memory import tune_malloc
 from ...protos.credentials import Credentials
-from ...protos.endpoint import client_endpoint
+from ...protos.endpoint import Endpoint, client_endpoint
 from ..effects import Call, Connect, Copy, Effect, Operation, Performer, Pull, Push
 from ..errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_call
 from ..session.connection import ClientIdentity, SessionConnection
 from ..session.fork_guard import ForkGuarded, fork_safe
 from ..session.session import ClientSession
 from ..timeouts import Timeouts
-from .grpc_methods import CHANNEL_OPTIONS, RESPONSES, SERVICE_OPTIONS, path_of, response_of, serialize
+from .grpc_methods import (
+    CHANNEL_OPTIONS,
+    SERVICE_OPTIONS,
+    STREAM_RESPONSES,
+    UnaryCalls,
+    path_of,
+    response_of,
+    serialize,
+)
 from .socket_calls_aio import AsyncSocketCalls
 from .socket_connector import GrpcStreams, SocketConnector
 from .socket_streams import SocketStreams
@@ -56,22 +64,24 @@ class AsyncServiceTransport(ForkGuarded):
 
     def __init__(
         self,
-        endpoint: str | None,
+        endpoint: Endpoint | str | None,
         credentials: Credentials | None,
         options: Sequence[tuple[str, Any]] = SERVICE_OPTIONS,
     ) -> None:
         """Does not connect yet. Raises `InvalidRequest`."""
         try:
-            self._server = client_endpoint(endpoint)
+            self._server = endpoint if isinstance(endpoint, Endpoint) else client_endpoint(endpoint)
             self._credentials = credentials or Credentials.from_environment()
             self._channel = self._credentials.aio_channel(self._server, options)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
-        self._calls = {
-            method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
-            for method, response in RESPONSES.items()
-        }
+        self._calls = UnaryCalls(self._channel)
         self._closed = False
+
+    def stream(self, method: str, request: Message) -> Any:
+        """Starts a call with a stream of responses. The call raises `grpc.aio.AioRpcError`."""
+        self._check_process()
+        return self._channel.unary_stream(path_of(method), serialize, STREAM_RESPONSES[method].FromString)(request)
 
     async def perform(self, effect: Effect) -> Any:
         self._check_process()

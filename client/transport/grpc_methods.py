@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any
 
 from google.protobuf import message_factory
 from google.protobuf.message import DecodeError, Message
@@ -28,6 +29,7 @@ __all__ = [
     "RESPONSES",
     "SERVICE_OPTIONS",
     "STREAM_RESPONSES",
+    "UnaryCalls",
     "path_of",
     "response_of",
     "serialize",
@@ -99,6 +101,18 @@ def response_of(method: str, message: bytes) -> Message:
 
 def path_of(method: str) -> str:
     return f"/kvtier.v1.{method}"
+
+
+class UnaryCalls(dict[str, Any]):
+    """Unary calls of a channel by method. Each is made when it is first used."""
+
+    def __init__(self, channel: Any) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def __missing__(self, method: str) -> Any:
+        call = self[method] = self._channel.unary_unary(path_of(method), serialize, RESPONSES[method].FromString)
+        return call
 
 
 PUSH = path_of("TransferService/Push")

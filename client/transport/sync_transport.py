@@ -23,9 +23,9 @@ from ..session.session import ClientSession
 from ..timeouts import Timeouts
 from .grpc_methods import (
     CHANNEL_OPTIONS,
-    RESPONSES,
     SERVICE_OPTIONS,
     STREAM_RESPONSES,
+    UnaryCalls,
     path_of,
     response_of,
     serialize,
@@ -69,10 +69,7 @@ class ServiceTransport(ForkGuarded):
             self._channel = fork_safe(self._credentials.channel(self._server, options))
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
-        self._calls = {
-            method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
-            for method, response in RESPONSES.items()
-        }
+        self._calls = UnaryCalls(self._channel)
         self._closed = False
 
     def start(self, method: str, request: Message, timeout: float) -> grpc.Future:

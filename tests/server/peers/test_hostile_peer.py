@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from kvtier.client import KVTierError
 from kvtier.protos.credentials import Credentials
 from kvtier.protos.endpoint import Endpoint
 from kvtier.protos.v1 import (
@@ -22,7 +23,7 @@ from kvtier.protos.v1 import (
     transfer_pb2_grpc,
 )
 from kvtier.server.peers import link
-from kvtier.server.peers.link import PeerError, PeerLink
+from kvtier.server.peers.link import PeerLink
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.types import KeyStatus
 
@@ -105,9 +106,9 @@ async def test_more_hits_than_keys() -> None:
 )
 async def test_a_wrong_answer_is_a_failure_of_this_peer(peer: Peer) -> None:
     """It counts for the circuit breaker of the peer, and reaches no thread that loads blocks."""
-    with pytest.raises(PeerError, match=r"statuses|id|port|larger than max") as caught:
+    with pytest.raises(KVTierError, match=r"statuses|id|port|larger than max") as caught:
         await _found(peer)
-    assert not caught.value.refused
+    assert not caught.value.reason
 
 
 async def test_releases_without_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
