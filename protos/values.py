@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 __all__ = [
+    "HOLD_ONLY_KEY_PREFIX",
     "DurableStatus",
     "HandoffDirection",
     "KeyStatus",
@@ -20,6 +21,10 @@ __all__ = [
     "StoreStatus",
     "TierFilter",
 ]
+
+
+HOLD_ONLY_KEY_PREFIX = b"kvtier.hold."
+"""Key prefix of hold-only blocks, which have no content hash (`kvtier/v1/handoff.proto`)."""
 
 
 class KeyStatus(enum.IntEnum):

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NewType
 
-from ..protos.values import DurableStatus, HandoffDirection, KeyStatus, PublishStatus, StoreStatus
+from ..protos.values import (
+    HOLD_ONLY_KEY_PREFIX,
+    DurableStatus,
+    HandoffDirection,
+    KeyStatus,
+    PublishStatus,
+    StoreStatus,
+)
 from .base import NamespaceId, OffloadPolicy, Vote
 from .errors import InvalidItem, InvalidKey, InvalidNamespace
 
@@ -120,9 +127,6 @@ class Negotiation:
 
 GROUP_INDEX_BYTES = 4
 """A key ends with the index of its KV cache group, big-endian."""
-
-HOLD_ONLY_KEY_PREFIX = b"kvtier.hold."
-"""Key prefix of hold-only blocks, which have no content hash (`kvtier/v1/handoff.proto`)."""
 
 SLOT_ALIGNMENT = 4096
 """Slot offsets and sizes are multiples of this page size, because direct I/O requires it."""
