@@ -38,7 +38,7 @@ class SocketStreams(SocketPool):
     def __init__(self, target: SocketTarget, stall_seconds: float | None = None) -> None:
         """Does not connect. `stall_seconds`: maximum time without a byte."""
         super().__init__(target, frames.Purpose.STREAMS)
-        self._stall_seconds = _STALL_SECONDS if stall_seconds is None else stall_seconds
+        self._stall_seconds = stall_seconds
 
     def connect(self) -> None:
         """Opens the first connection. Raises what `SocketTarget.connect` raises."""
@@ -95,6 +95,7 @@ class SocketStreams(SocketPool):
     def _connection(self, effect: Push | Pull, on_start: Callable[[Any], object]) -> Iterator[Connection]:
         """Lends a connection that is shut down on session end, cancellation or time-out."""
         deadline = time.monotonic() + effect.timeout
+        stall_seconds = _STALL_SECONDS if self._stall_seconds is None else self._stall_seconds
         call = None
         intact = False
         try:
@@ -108,7 +109,7 @@ class SocketStreams(SocketPool):
                 call = _StreamCall(connection)
                 on_start(call)
                 with effect.session.cancelling(call.cancel):
-                    connection.set_deadline(deadline - time.monotonic(), self._stall_seconds)
+                    connection.set_deadline(deadline - time.monotonic(), stall_seconds)
                     yield connection
                 intact = True
             finally:
@@ -119,7 +120,7 @@ class SocketStreams(SocketPool):
             if time.monotonic() >= deadline - _TIMER_SECONDS:
                 raise DeadlineExceeded("the stream did not end in time") from None
             if isinstance(error, BlockingIOError):
-                raise NotConnected(f"no byte of a stream moved for {self._stall_seconds:g} s") from None
+                raise NotConnected(f"no byte of a stream moved for {stall_seconds:g} s") from None
             raise NotConnected(f"the connection of a stream failed: {error}") from None
 
 
