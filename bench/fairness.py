@@ -27,13 +27,13 @@ from typing import Any, Self
 
 import grpc
 
-from kvtier.client import Client, HoldName, KVTierError, StoreStatus
+from kvtier.client import Client, Credentials, HoldName, KVTierError, StoreStatus
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2, conversation_pb2, handoff_pb2, session_pb2
 from kvtier.protos.v1.admin_pb2_grpc import AdminServiceStub
 from kvtier.protos.v1.session_pb2_grpc import SessionServiceStub
 from kvtier.protos.wire.socket_frames import HEAD_BYTES, Purpose, next_call_number, pack_call, pack_hello, unpack_head
-from kvtier.server.commands.admin_client import AdminClientError, ask, channel_to, follow
+from kvtier.server.commands.admin_client import ask, follow
 
 from .measure import percentile, timed
 from .peers.base import free_port
@@ -146,7 +146,7 @@ class Abuser:
 
     def unread_streams(self) -> None:
         """Begins evictions and reads none of their messages."""
-        with channel_to(self._endpoint) as channel:
+        with Credentials.from_environment().channel(self._endpoint) as channel:
             stub = AdminServiceStub(channel)
             calls = [stub.Evict(admin_pb2.EvictRequest(dry_run=True)) for _ in range(UNREAD_STREAMS)]
             time.sleep(0.2)
@@ -167,7 +167,7 @@ class Flood:
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = parse_endpoint(endpoint)
-        self._channel = channel_to(self._endpoint)
+        self._channel = Credentials.from_environment().channel(self._endpoint)
         group = common_pb2.Group(name="full", block_tokens=16, part_bytes=ABUSER_BLOCK_BYTES)
         self._namespace = common_pb2.Namespace(
             model="flood", dtype="uint8", world_size=1, tenant="abusive", groups=[group]
@@ -511,7 +511,7 @@ def _abuse(call: Callable[[], None]) -> None:
     while True:
         try:
             call()
-        except (KVTierError, AdminClientError):
+        except KVTierError:
             time.sleep(_PAUSE_SECONDS)
 
 

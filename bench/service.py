@@ -15,9 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvtier.client import KVTierError
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.v1.admin_pb2 import GetStatusResponse
-from kvtier.server.commands.admin_client import AdminClientError, ask_status
+from kvtier.server.commands.admin_client import ask_status
 
 from .certificate import Certificate
 
@@ -118,7 +119,7 @@ class Service:
         while True:
             try:
                 return self.status()
-            except AdminClientError as error:
+            except KVTierError as error:
                 if self._process.poll() is not None or time.perf_counter() > deadline:
                     tail = self.log.read_text(errors="replace")[-2000:]
                     raise RuntimeError(f"the server does not answer: {error}\n{tail}") from error

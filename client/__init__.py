@@ -2,15 +2,8 @@
 
 from ..protos.credentials import Credentials
 from .aio import AsyncClient, AsyncLease
-from .conversation_client import (
-    AsyncConversationClient,
-    BlocksInTier,
-    ConversationAction,
-    ConversationClient,
-    ConversationInfo,
-    ConversationPage,
-    ConversationResult,
-)
+from .conversation_aio import AsyncConversationClient
+from .conversation_sync import ConversationClient
 from .device import KvBuffers, Mark
 from .errors import (
     AccessDenied,
@@ -33,6 +26,11 @@ from .errors import (
 )
 from .namespace import Group, GroupKind, Namespace, is_hold_key, make_hold_key, make_key
 from .results import (
+    BlocksInTier,
+    ConversationAction,
+    ConversationInfo,
+    ConversationPage,
+    ConversationResult,
     DurableStatus,
     HandoffDirection,
     HoldInfo,

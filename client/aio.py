@@ -33,7 +33,7 @@ from .results import (
 )
 from .session.connection import ClientIdentity, EngineAddress, TransportName
 from .timeouts import Timeouts
-from .transport.aio_transport import AsyncGrpcTransport
+from .transport.aio_transport import AsyncGrpcTransport, run_operation
 
 __all__ = ["AsyncClient", "AsyncLease"]
 
@@ -437,14 +437,4 @@ class AsyncClient(ConnectionState):
 
     async def _run(self, operation: Operation[T]) -> T:
         self._check_process()
-        try:
-            effect = next(operation)
-            while True:
-                try:
-                    result = await self._transport.perform(effect)
-                except BaseException as error:  # noqa: BLE001 - the operation cleans up and raises it again
-                    effect = operation.throw(error)
-                else:
-                    effect = operation.send(result)
-        except StopIteration as done:
-            return done.value  # type: ignore[no-any-return]
+        return await run_operation(self._transport, operation)

@@ -15,7 +15,7 @@ from ..protos.v1.transfer_pb2 import PullRequest, PushRequest
 from .part_streams import PartReceiver, PartSender
 from .session.session import ClientSession
 
-__all__ = ["Call", "Connect", "Copy", "Effect", "Operation", "Pull", "Push", "Transport"]
+__all__ = ["Call", "Connect", "Copy", "Effect", "Operation", "Performer", "Pull", "Push", "Transport"]
 
 T = TypeVar("T")
 
@@ -77,15 +77,22 @@ Effect: TypeAlias = Connect | Call | Push | Pull | Copy
 Operation: TypeAlias = Generator[Effect, Any, T]
 
 
-class Transport(Protocol):
-    """Performs effects and owns the session. With asyncio, `perform` and `close` are coroutines."""
+class Performer(Protocol):
+    """Performs effects. With asyncio, both methods are coroutines."""
+
+    def perform(self, effect: Effect) -> Any:
+        """Returns the result of an effect. Raises `KVTierError`."""
+
+    def close(self) -> Any:
+        """Ends the connection, and the session if there is one."""
+
+
+class Transport(Performer, Protocol):
+    """Performs effects and owns the session."""
 
     @property
     def session(self) -> ClientSession | None:
         """The current session, if any."""
-
-    def perform(self, effect: Effect) -> Any:
-        """Returns the result of an effect. Raises `KVTierError`."""
 
     def invalidate(self, session: ClientSession) -> None:
         """Ends a session that the server no longer knows."""
@@ -96,6 +103,3 @@ class Transport(Protocol):
         Returns at once; a background thread calls the server until it answers. The caller must have
         stopped to access the slots of the grant.
         """
-
-    def close(self) -> Any:
-        """Ends the session."""

@@ -7,7 +7,6 @@ its subclasses mean that there is no session now. `reason` is a stable code
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any
 
@@ -35,7 +34,7 @@ __all__ = [
     "UnsupportedServer",
     "error_for",
     "error_from",
-    "error_from_status",
+    "error_from_call",
 ]
 
 
@@ -181,11 +180,9 @@ def error_for(reason: str, message: str) -> KVTierError:
     return ERROR_OF.get(reason, ServerError)(message, reason)
 
 
-def error_from_status(
-    code: grpc.StatusCode, details: str | None, trailing_metadata: Iterable[Any] | None
-) -> KVTierError:
-    """Returns the exception for a failed gRPC call."""
-    return error_from(code, details, reason_of(trailing_metadata))
+def error_from_call(error: Any) -> KVTierError:
+    """Returns the exception for the `grpc.RpcError` of a failed call."""
+    return error_from(error.code(), error.details(), reason_of(error.trailing_metadata()))
 
 
 def error_from(code: grpc.StatusCode, details: str | None, reason: str | None) -> KVTierError:

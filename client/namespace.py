@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..protos.v1 import common_pb2
+from ..protos.values import HOLD_ONLY_KEY_PREFIX
 
 __all__ = ["Group", "GroupKind", "Namespace", "is_hold_key", "make_hold_key", "make_key"]
-
-
-_HOLD_PREFIX = b"kvtier.hold."
 
 
 class GroupKind(enum.Enum):
@@ -117,7 +115,7 @@ def make_key(block_hash: bytes, group: int = 0) -> bytes:
 
 def is_hold_key(key: bytes) -> bool:
     """Whether a key was made by `make_hold_key`."""
-    return key.startswith(_HOLD_PREFIX)
+    return key.startswith(HOLD_ONLY_KEY_PREFIX)
 
 
 def make_hold_key(engine_id: str, request_id: str, group: int, position: int, content: bytes = b"") -> bytes:
@@ -132,4 +130,4 @@ def make_hold_key(engine_id: str, request_id: str, group: int, position: int, co
     digest = hashlib.sha256()
     for part in (engine_id.encode(), request_id.encode(), position.to_bytes(8, "big"), content):
         digest.update(len(part).to_bytes(8, "big") + part)
-    return make_key(_HOLD_PREFIX + digest.digest(), group)
+    return make_key(HOLD_ONLY_KEY_PREFIX + digest.digest(), group)

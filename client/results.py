@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..protos.v1 import cache_pb2, common_pb2, handoff_pb2
-from .handoff.model import HandoffDirection, NotClaimedReason
+from ..protos.v1 import cache_pb2, conversation_pb2
+from ..protos.values import (
+    DurableStatus,
+    HandoffDirection,
+    KeyStatus,
+    Medium,
+    NotClaimedReason,
+    OffloadPolicy,
+    PublishStatus,
+    StoreStatus,
+    TierFilter,
+)
 from .session.session import ClientSession
 
 __all__ = [
+    "BlocksInTier",
+    "ConversationAction",
+    "ConversationInfo",
+    "ConversationPage",
+    "ConversationResult",
     "DurableStatus",
     "HandoffDirection",
     "HoldInfo",
@@ -31,88 +46,6 @@ __all__ = [
     "TierVote",
     "WriteBatch",
 ]
-
-
-class KeyStatus(enum.IntEnum):
-    """Status of one key of a lookup.
-
-    HIT_PENDING: the block is being written or promoted. RETRY: a tier does not know yet whether it
-    has the block, so look the key up again.
-    """
-
-    HIT = common_pb2.KEY_STATUS_HIT
-    MISS = common_pb2.KEY_STATUS_MISS
-    HIT_PENDING = common_pb2.KEY_STATUS_HIT_PENDING
-    RETRY = common_pb2.KEY_STATUS_RETRY
-
-
-class StoreStatus(enum.IntEnum):
-    """Status of one key of a store.
-
-    GRANTED: the caller may write the block. PRESENT: the block is stored already. IN_PROGRESS:
-    another session writes the block. NO_ROOM: no block can be evicted now, so try again later.
-    """
-
-    GRANTED = common_pb2.STORE_STATUS_GRANTED
-    PRESENT = common_pb2.STORE_STATUS_PRESENT
-    IN_PROGRESS = common_pb2.STORE_STATUS_IN_PROGRESS
-    NO_ROOM = common_pb2.STORE_STATUS_NO_ROOM
-
-
-class DurableStatus(enum.IntEnum):
-    """Whether a block survives a restart of the server.
-
-    PENDING: the block is still being stored in a durable tier. VOLATILE: no durable tier has the
-    block or is storing it.
-    """
-
-    DURABLE = common_pb2.DURABLE_STATUS_DURABLE
-    PENDING = common_pb2.DURABLE_STATUS_PENDING
-    VOLATILE = common_pb2.DURABLE_STATUS_VOLATILE
-
-
-class PublishStatus(enum.IntEnum):
-    """Status of a publication. Only PUBLISHED means that the server holds the blocks.
-
-    NO_ROOM: holds already pin as much memory as allowed. TOO_MANY: the tenant has too many holds.
-    """
-
-    PUBLISHED = handoff_pb2.PUBLISH_STATUS_PUBLISHED
-    NO_ROOM = handoff_pb2.PUBLISH_STATUS_NO_ROOM
-    TOO_MANY = handoff_pb2.PUBLISH_STATUS_TOO_MANY
-
-
-class OffloadPolicy(enum.Enum):
-    """Which blocks of a request the tiers receive.
-
-    BLOCK_LEVEL: only newly computed blocks. REQUEST_LEVEL: all blocks, also prefix hits.
-    """
-
-    BLOCK_LEVEL = cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL
-    REQUEST_LEVEL = cache_pb2.OFFLOAD_POLICY_REQUEST_LEVEL
-
-
-class Medium(enum.IntEnum):
-    """Storage medium of a tier."""
-
-    MEMORY = cache_pb2.TIER_MEDIUM_MEMORY
-    DISK = cache_pb2.TIER_MEDIUM_DISK
-    NETWORK = cache_pb2.TIER_MEDIUM_NETWORK
-
-
-@dataclass(frozen=True, slots=True)
-class TierFilter:
-    """Selects tiers that a lookup skips: secondary tiers that match at least one attribute.
-
-    Attributes:
-        names: names of tiers; an unknown name raises `InvalidRequest`.
-        media: storage media of tiers.
-        remote: whether to skip tiers that store blocks on another host than the server's.
-    """
-
-    names: Collection[str] = ()
-    media: Collection[Medium] = ()
-    remote: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,3 +244,100 @@ class WriteBatch:
     def views(self) -> list[memoryview]:
         """Returns a view of each part."""
         return [self.memory[offset : offset + size] for offset, size in zip(self.offsets, self.sizes, strict=True)]
+
+
+class ConversationAction(enum.IntEnum):
+    """What to do with the blocks of a conversation.
+
+    RETAIN: keep them for `retain_for` seconds, also those of later requests. RELEASE: end this.
+    DEMOTE: evict them next, if a lower tier has them. PREFETCH: load those of the latest request
+    into the CPU tier. PIN: keep them until UNPIN (role admin). DELETE: remove those that no other
+    conversation uses from all tiers of the server.
+    """
+
+    RETAIN = conversation_pb2.CONVERSATION_ACTION_RETAIN
+    RELEASE = conversation_pb2.CONVERSATION_ACTION_RELEASE
+    DEMOTE = conversation_pb2.CONVERSATION_ACTION_DEMOTE
+    PREFETCH = conversation_pb2.CONVERSATION_ACTION_PREFETCH
+    PIN = conversation_pb2.CONVERSATION_ACTION_PIN
+    UNPIN = conversation_pb2.CONVERSATION_ACTION_UNPIN
+    DELETE = conversation_pb2.CONVERSATION_ACTION_DELETE
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationResult:
+    """Result of an action. Each block counts once.
+
+    Attributes:
+        changed: number of blocks that were changed in any tier, or whose loading has started.
+        shared: number of blocks left alone, because another conversation uses them.
+        kept: number of blocks left alone for another reason: pinned, in use, in only one tier
+            (DEMOTE), beyond the tenant's retention limit, or in the CPU tier already (PREFETCH).
+        missing: number of blocks that no tier has.
+    """
+
+    changed: int
+    shared: int
+    kept: int
+    missing: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksInTier:
+    """Blocks of a conversation in one tier.
+
+    Attributes:
+        tier: name of the tier.
+        blocks: number of blocks.
+        nbytes: size of these blocks.
+        retained: number of these blocks that are retained.
+    """
+
+    tier: str
+    blocks: int
+    nbytes: int
+    retained: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationInfo:
+    """A conversation in one namespace.
+
+    Attributes:
+        conversation_id: name of the conversation.
+        tenant: its tenant.
+        namespace_id: id of the namespace.
+        requests: number of requests.
+        blocks: number of blocks that the requests have used.
+        tiers: the blocks that each tier has now, in lookup order.
+        age_seconds: time since the first request.
+        idle_seconds: time since the latest request.
+        retained_seconds: time until the retention ends; None if it is not retained, or pinned.
+        pinned: whether it is pinned.
+    """
+
+    conversation_id: str
+    tenant: str
+    namespace_id: bytes
+    requests: int
+    blocks: int
+    tiers: tuple[BlocksInTier, ...]
+    age_seconds: float
+    idle_seconds: float
+    retained_seconds: float | None
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationPage:
+    """Some conversations, newest first.
+
+    Attributes:
+        conversations: the conversations.
+        total: number of all conversations.
+        next_page: the argument `page` for the next page; 0 after the last page.
+    """
+
+    conversations: tuple[ConversationInfo, ...]
+    total: int
+    next_page: int

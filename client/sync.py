@@ -33,7 +33,7 @@ from .results import (
 )
 from .session.connection import ClientIdentity, EngineAddress, TransportName
 from .timeouts import Timeouts
-from .transport.sync_transport import GrpcTransport
+from .transport.sync_transport import GrpcTransport, run_operation
 
 __all__ = ["Client", "Lease"]
 
@@ -432,14 +432,4 @@ class Client(ConnectionState):
 
     def _run(self, operation: Operation[T]) -> T:
         self._check_process()
-        try:
-            effect = next(operation)
-            while True:
-                try:
-                    result = self._transport.perform(effect)
-                except BaseException as error:  # noqa: BLE001 - the operation cleans up and raises it again
-                    effect = operation.throw(error)
-                else:
-                    effect = operation.send(result)
-        except StopIteration as done:
-            return done.value  # type: ignore[no-any-return]
+        return run_operation(self._transport, operation)

@@ -174,6 +174,6 @@ def _host(host: str, text: str) -> str:
         except ValueError:
             raise EndpointError(f"{text!r}: {host!r} is not an IPv6 address") from None
         return host
-    if ":" in host or any(char.isspace() or char in "/[]" for char in host):
+    if ":" in host or not host.isprintable() or any(char.isspace() or char in "/[]" for char in host):
         raise EndpointError(f"{text!r}: {host!r} is not a host (write IPv6 addresses in brackets)")
     return host

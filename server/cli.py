@@ -40,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options = new_parser().parse_args(arguments)
             command = options.command
             set_credentials(options)
+            if command != "serve":  # which sets it before its import of gRPC, too
+                # Log lines of gRPC would mix with the output.
+                os.environ.setdefault("GRPC_VERBOSITY", "NONE")
             module = _MODULES.get(command, command)
             code: int = importlib.import_module(f".commands.{module}", __package__).run(options)
         finally:

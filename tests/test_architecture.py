@@ -7,8 +7,6 @@ tests are in `test_import_graph.py`.
 from __future__ import annotations
 
 import ast
-import enum
-import importlib
 from collections.abc import Iterable, Iterator
 
 import import_graph
@@ -21,12 +19,15 @@ NEVER = {
 }
 """For each top-level folder, packages that it may not import, not even in a function."""
 
+VALUES = "kvtier.protos.values"
+"""The one module of `protos` that the tiers may import, because it loads no protobuf."""
+
 CORES = {
     "kvtier.tiers.core": ("kvtier.tiers",),
     "kvtier.tiers.eviction": ("kvtier.tiers",),
     "kvtier.tiers.stats": ("kvtier.tiers",),
     "kvtier.client.offload": ("kvtier.client.offload",),
-    "kvtier.client.handoff": ("kvtier.client.handoff", "kvtier.client.offload"),
+    "kvtier.client.handoff": ("kvtier.client.handoff", "kvtier.client.offload", VALUES),
 }
 """Packages that only decide, and the packages of kvtier that each of them may import."""
 
@@ -70,6 +71,13 @@ def forbidden_imports(module: Module) -> Iterator[str]:
             yield f"{module.path}:{item.line}: import {item.target} relatively"
         elif package in NEVER.get(module.folder, set()):
             yield f"{module.path}:{item.line}: {module.folder} may not import {package}"
+        elif module.folder == "tiers" and is_unknown_to_tiers(item.target):
+            yield f"{module.path}:{item.line}: tiers may not import {item.target}"
+
+
+def is_unknown_to_tiers(target: str) -> bool:
+    """Returns whether an import is of `protos`, but not of the values of the contract."""
+    return f"{target}.".startswith("kvtier.protos.") and not target.startswith(f"{VALUES}.")
 
 
 def heavy_at_start(modules: dict[str, Module], entries: set[str]) -> list[str]:
@@ -131,7 +139,7 @@ def parsed(folders: Iterable[str]) -> dict[str, ast.Module]:
 
 
 def test_top_level_folders_import_only_what_they_may() -> None:
-    """Server imports protos, tiers and cuda; client imports protos and cuda; no other arrow."""
+    """The arrows are those of docs/architecture.md; nothing imports the server."""
     modules = import_graph.read_modules(ROOT)
     assert {module.folder for module in modules.values()} == {"", *MAY_IMPORT}
     assert import_graph.against_the_arrows(import_graph.arrows_of(modules)) == []
@@ -153,6 +161,8 @@ def test_no_forbidden_imports() -> None:
     ("module", "source", "expected"),
     [
         ("kvtier.tiers.base", "import grpc", "tiers may not import grpc"),
+        ("kvtier.tiers.base", "from ..protos.v1 import cache_pb2", "tiers may not import kvtier.protos.v1.cache_pb2"),
+        ("kvtier.tiers.base", "from .. import protos", "tiers may not import kvtier.protos"),
         ("kvtier.tiers.lmdb.tier", "def f():\n    from torch import nn", "tiers may not import torch"),
         ("kvtier.cuda.host.copy", "from google import protobuf", "cuda may not import google"),
         ("kvtier.server.cli", "from kvtier.tiers import base", "relatively"),
@@ -204,6 +214,11 @@ def test_a_core_is_pure(core: str) -> None:
     assert [line for module in members for line in impure_imports(module, core)] == []
 
 
+def test_values_of_the_contract_load_no_protobuf() -> None:
+    """So the tiers and the cores can use them."""
+    assert impure_imports(product()[VALUES], "kvtier.tiers.core") == []
+
+
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize(
     "line",
@@ -233,13 +248,3 @@ def test_offloading_does_not_know_the_hand_off() -> None:
     """`client/handoff` may import `client/offload`, not the other way round."""
     module = _module("kvtier.client.offload.core", "from ..handoff import core")
     assert impure_imports(module, "kvtier.client.offload")
-
-
-@pytest.mark.parametrize("name", sorted(import_graph.MIRRORED_CLASSES))
-def test_mirrored_enums_agree(name: str) -> None:
-    """An enum that the client and the tiers both define has the same members in both."""
-    homes = import_graph.public_classes(product().values())[name]
-    mirrored = [getattr(importlib.import_module(module.name), name) for module in homes if module.folder != "server"]
-    assert len(mirrored) == 2
-    if issubclass(mirrored[0], enum.Enum):
-        assert [member.name for member in mirrored[0]] == [member.name for member in mirrored[1]]

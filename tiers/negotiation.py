@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NewType
+
+from ..protos.values import Medium, OffloadPolicy, TierFilter
 
 __all__ = [
     "DEFAULT_RULES",
@@ -21,41 +22,6 @@ __all__ = [
 
 NamespaceId = NewType("NamespaceId", bytes)
 """Digest of all properties that must be equal for engines to share blocks; 16 bytes."""
-
-
-class OffloadPolicy(enum.IntEnum):
-    """Which blocks of a request the tiers store. Numbers as in `kvtier.v1.OffloadPolicy`."""
-
-    BLOCK_LEVEL = 1
-    """Only newly computed blocks."""
-    REQUEST_LEVEL = 2
-    """Every block of the request, including prefix hits."""
-
-
-class Medium(enum.IntEnum):
-    """Storage medium of a tier. Numbers as in `kvtier.v1.TierMedium`."""
-
-    MEMORY = 1
-    DISK = 2
-    NETWORK = 3
-
-
-@dataclass(frozen=True, slots=True)
-class TierFilter:
-    """Tiers that a lookup excludes. The CPU tier is never excluded: all reads go through it.
-
-    Attributes:
-        names: excluded tiers by name.
-        media: excluded tiers by storage medium.
-        remote: whether to exclude tiers whose bytes are on other hosts.
-    """
-
-    names: frozenset[str] = frozenset()
-    media: frozenset[Medium] = frozenset()
-    remote: bool = False
-
-    def __bool__(self) -> bool:
-        return bool(self.names or self.media or self.remote)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Shared types of the core: session, namespace, lease owner, ids, result statuses, miss reasons."""
+"""Shared types of the core: session, namespace, lease owner, ids, miss reasons."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NewType
 
+from ..protos.values import (
+    HOLD_ONLY_KEY_PREFIX,
+    DurableStatus,
+    HandoffDirection,
+    KeyStatus,
+    PublishStatus,
+    StoreStatus,
+)
 from .base import NamespaceId, OffloadPolicy, Vote
 from .errors import InvalidItem, InvalidKey, InvalidNamespace
 
@@ -45,23 +53,6 @@ __all__ = [
 EngineKey = tuple[NamespaceId, str]
 """Identity of an engine: the namespace id, and the id that the engine chose. Engines of different
 namespaces may choose the same id."""
-
-
-class StoreStatus(enum.IntEnum):
-    """Result of a prepared store for one key. Numbers as in `kvtier.v1.StoreStatus`."""
-
-    GRANTED = 1
-    PRESENT = 2
-    IN_PROGRESS = 3
-    NO_ROOM = 4
-
-
-class DurableStatus(enum.IntEnum):
-    """Whether a block survives a restart. Numbers as in `kvtier.v1.DurableStatus`."""
-
-    DURABLE = 1
-    PENDING = 2
-    VOLATILE = 3
 
 
 MAX_WITHDRAWN = 256
@@ -136,9 +127,6 @@ class Negotiation:
 
 GROUP_INDEX_BYTES = 4
 """A key ends with the index of its KV cache group, big-endian."""
-
-HOLD_ONLY_KEY_PREFIX = b"kvtier.hold."
-"""Key prefix of hold-only blocks, which have no content hash (`kvtier/v1/handoff.proto`)."""
 
 SLOT_ALIGNMENT = 4096
 """Slot offsets and sizes are multiples of this page size, because direct I/O requires it."""
@@ -222,21 +210,6 @@ HoldName = tuple[NamespaceId, str, str]
 """Name of a hold: namespace id, id of the publishing engine, and the engine's request id."""
 
 
-class HandoffDirection(enum.IntEnum):
-    """Direction of a hand-off. Numbers as in `kvtier.v1.HandoffDirection`."""
-
-    PREFILL_TO_DECODE = 1
-    DECODE_TO_PREFILL = 2
-
-
-class PublishStatus(enum.IntEnum):
-    """Result of a publication. Numbers as in `kvtier.v1.PublishStatus`."""
-
-    PUBLISHED = 1
-    NO_ROOM = 2
-    TOO_MANY = 3
-
-
 class HoldEnd(enum.Enum):
     """How a hold ended. Numbers as in `kvtier.v1.HoldEnd`."""
 
@@ -245,15 +218,6 @@ class HoldEnd(enum.Enum):
     REPLACED = 3
     """The engine published another hold with the same name."""
     RESET = 4
-
-
-class KeyStatus(enum.IntEnum):
-    """Result of a lookup for one key. Numbers as in `kvtier.v1.KeyStatus`."""
-
-    HIT = 1
-    MISS = 2
-    HIT_PENDING = 3
-    RETRY = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ SECTIONS = {
     "GPU buffers": ("KvBuffers", "Mark"),
 }
 """Documented names, in order. Other names of `kvtier.client` are under "Results" and "Errors"."""
-ASYNC = {"AsyncClient": "Client", "AsyncLease": "Lease"}
+ASYNC = {"AsyncClient": "Client", "AsyncLease": "Lease", "AsyncConversationClient": "ConversationClient"}
 WIDTH = 100
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields):$", re.MULTILINE)
 _ITEM = re.compile(r"^    (\*{0,2}\w+):[ \n]", re.MULTILINE)

@@ -23,23 +23,18 @@ PACKAGE = "kvtier"
 
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "protos": frozenset(),
-    "tiers": frozenset(),
+    "tiers": frozenset({"protos"}),
     "cuda": frozenset(),
-    "server": frozenset({"protos", "tiers", "cuda"}),
+    "server": frozenset({"protos", "tiers", "cuda", "client"}),
     "client": frozenset({"protos", "cuda"}),
 }
 """For each top-level folder, the other top-level folders that it may import."""
 
 GENERATED = "kvtier.protos.v1"
 
-MIRRORED_CLASSES = frozenset(
-    {
-        *("DurableStatus", "HandoffDirection", "KeyStatus", "LimitExceeded", "Medium", "NotOwner", "OffloadPolicy"),
-        *("PublishStatus", "StoreStatus", "TierFilter"),
-    }
-)
-"""Classes that exist in the client and in the tiers: values and errors that tiers send to the
-client. The client must not import the tiers."""
+MIRRORED_ERRORS = frozenset({"LimitExceeded", "NotOwner"})
+"""Exceptions that exist in the client and in the tiers, each with the same reason on the wire. The
+core raises a `CoreError`, and callers of the client catch a `KVTierError`."""
 
 MOST_LINES = 450
 FEW_LINES = 80
@@ -262,13 +257,13 @@ def public_classes(modules: Iterable[Module]) -> dict[str, list[Module]]:
 def duplicate_classes(modules: Iterable[Module]) -> list[str]:
     """Returns names that several public classes have.
 
-    A mirrored class may exist once in the client and once in the tiers.
+    A mirrored exception may exist once in the client and once in the tiers.
     """
     return [
         f"public class {name} exists {len(homes)} times: {', '.join(module.path for module in homes)}"
         for name, homes in sorted(public_classes(modules).items())
         if len(homes) > 1
-        and not (name in MIRRORED_CLASSES and sorted(module.folder for module in homes) == ["client", "tiers"])
+        and not (name in MIRRORED_ERRORS and sorted(module.folder for module in homes) == ["client", "tiers"])
     ]
 
 

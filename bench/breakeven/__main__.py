@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from kvtier.client import KVTierError, NotConnected
 from kvtier.protos.endpoint import EndpointError, client_endpoint
 from kvtier.server.cli import set_credentials
 from kvtier.server.commands import admin_client
@@ -48,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report = measure(_plan(options))
     except (UsageError, EndpointError) as error:
         return refuse([f"{error}"], EXIT_USAGE)
-    except (admin_client.UnreachableError, PeerUnreachable) as error:
+    except (NotConnected, PeerUnreachable) as error:
         return refuse([f"{error}"], EXIT_UNREACHABLE)
-    except (admin_client.AdminClientError, BreakEvenError) as error:
+    except (KVTierError, BreakEvenError) as error:
         return refuse([f"{error}"], EXIT_FAILURE)
     except KeyboardInterrupt:
         return refuse(["interrupted; nothing is left on the server"], EXIT_FAILURE)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...protos.v1 import common_pb2, events_pb2
 from ...protos.wire.block_contents import BlockContent, unpack_contents
 from ...protos.wire.packed_keys import unpack_keys
+from .known_blocks import KnownBlocks
 
 __all__ = ["BlockFollower", "HeldChange"]
-
-_Place = tuple[str, str, bytes]
-"""Medium, name of the tier, id of the namespace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,82 +31,42 @@ class HeldChange:
 
 
 class BlockFollower:
-    """The blocks that each tier holds. Every block of a medium is stored once and removed once.
-
-    During a replay, blocks from before the replay stay known, so that only differences are changes.
-    """
+    """The blocks that each tier holds. Every block of a medium is stored once and removed once."""
 
     def __init__(self) -> None:
         self.cursor: events_pb2.EventCursor | None = None
         """Position to resume from; None if the next stream must begin with a replay."""
-        self._held: dict[_Place, set[bytes]] = defaultdict(set)
-        self._unconfirmed: dict[_Place, set[bytes]] = defaultdict(set)
-        """Blocks from before a replay that the replay has not confirmed yet."""
+        self._known = KnownBlocks[str]()
+        """A group is a medium; a tier is its name and the id of the namespace."""
 
     def apply(self, response: events_pb2.WatchEventsResponse) -> list[HeldChange]:
         changes: list[HeldChange] = []
         if response.phase == events_pb2.REPLAY_PHASE_BEGIN:
-            for place, keys in self._held.items():
-                self._unconfirmed[place] |= keys
-            self._held.clear()
+            for _ in self._known.begin_replay():
+                pass
         for event in response.events:
-            place = (event.medium, event.tier, event.namespace_id)
+            medium, tier = event.medium, (event.tier, event.namespace_id)
             if event.kind == events_pb2.BLOCK_EVENT_KIND_STORED:
-                self._store(place, event, changes)
+                keys = _keys_of(event)
+                if new := self._known.store(medium, tier, keys):
+                    changes.append(HeldChange(True, medium, new, _contents_of(event, keys)))
             elif event.kind == events_pb2.BLOCK_EVENT_KIND_REMOVED:
-                self._remove(self._held, place, _keys_of(event), changes)
+                changes += _removed([(medium, self._known.remove(medium, tier, _keys_of(event)))])
             elif event.kind == events_pb2.BLOCK_EVENT_KIND_CLEARED:
-                self._remove(self._held, place, list(self._held[place]), changes)
+                changes += _removed((medium, keys) for keys in self._known.clear(medium, tier))
         if response.phase == events_pb2.REPLAY_PHASE_END:
-            for place, left in list(self._unconfirmed.items()):
-                self._remove(self._unconfirmed, place, list(left), changes)
-            self._unconfirmed.clear()
+            changes += _removed(self._known.end_replay())
         self.cursor = response.cursor if response.HasField("cursor") else None
         return changes
 
     def lost(self) -> list[HeldChange]:
         """Drops all blocks, because the server cannot be reached. Returns the changes."""
-        changes: list[HeldChange] = []
-        for blocks in (self._held, self._unconfirmed):
-            for place, keys in list(blocks.items()):
-                self._remove(blocks, place, list(keys), changes)
-        self._held.clear()
-        self._unconfirmed.clear()
         self.cursor = None
-        return changes
+        return list(_removed(self._known.lose()))
 
-    def _store(self, place: _Place, event: events_pb2.BlockEvent, changes: list[HeldChange]) -> None:
-        keys = _keys_of(event)
-        held, unconfirmed = self._held[place], self._unconfirmed.get(place)
-        new = []
-        for key in keys:
-            if not self._has(place[0], key):
-                new.append(key)
-            held.add(key)
-            if unconfirmed:
-                unconfirmed.discard(key)
-        if new:
-            changes.append(HeldChange(True, place[0], new, _contents_of(event, keys)))
 
-    def _remove(
-        self, blocks: dict[_Place, set[bytes]], place: _Place, keys: Iterable[bytes], changes: list[HeldChange]
-    ) -> None:
-        there, gone = blocks[place], []
-        for key in keys:
-            if key in there:
-                there.remove(key)
-                if not self._has(place[0], key):
-                    gone.append(key)
-        if gone:
-            changes.append(HeldChange(False, place[0], gone))
-
-    def _has(self, medium: str, key: bytes) -> bool:
-        """Returns whether any tier of a medium has a block. There are only a few places."""
-        return any(
-            place[0] == medium and key in keys
-            for blocks in (self._held, self._unconfirmed)
-            for place, keys in blocks.items()
-        )
+def _removed(found: Iterable[tuple[str, list[bytes]]]) -> Iterator[HeldChange]:
+    return (HeldChange(False, medium, keys) for medium, keys in found if keys)
 
 
 def _keys_of(event: events_pb2.BlockEvent) -> list[bytes]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import NewType, Protocol
 
+from ...protos.values import HandoffDirection, NotClaimedReason
 from ..offload import CacheGroup
 from .params import RemoteRequest, TransferParams
 
@@ -34,24 +35,6 @@ EXPIRY_MARGIN_S = 5.0
 """An engine does not claim or read a hold that expires within this time (B2.19)."""
 
 ClaimId = NewType("ClaimId", int)
-
-
-class HandoffDirection(IntEnum):
-    """Direction in which a request is handed over; same values as `kvtier.v1.HandoffDirection`."""
-
-    PREFILL_TO_DECODE = 1
-    DECODE_TO_PREFILL = 2
-
-
-class NotClaimedReason(IntEnum):
-    """Why a request is computed without a claim; same values as `kvtier.v1.NotClaimedReason`.
-
-    PEER_NOT_LISTED: no setting names the server of the hold. NOTHING_HELD: the other engine holds
-    no blocks of the request, for example because it had to evict a state of the prompt.
-    """
-
-    PEER_NOT_LISTED = 5
-    NOTHING_HELD = 6
 
 
 class FinishReason(Enum):

@@ -22,7 +22,7 @@ from ..session.session import ClientSession
 from ..staging import StagingPool
 from ..timeouts import Timeouts, check_seconds
 
-__all__ = ["Base", "as_json", "consecutive", "duration", "key_fields", "member", "message"]
+__all__ = ["Base", "SessionOperations", "as_json", "consecutive", "duration", "key_fields", "member", "message"]
 
 
 _MAX_SECONDS = 2.0**60
@@ -30,28 +30,14 @@ _MAX_SECONDS = 2.0**60
 _group_of: Callable[[bytes], bytes] = itemgetter(slice(-4, None))
 
 
-class Base:
-    """Namespace, deadlines and staging buffers of one client."""
+class SessionOperations:
+    """Calls on the current session of a transport."""
 
-    def __init__(self, namespace: Namespace, timeouts: Timeouts, transport: Transport, pin: Pin | None = None) -> None:
-        """`pin` pins staging buffers."""
-        self._namespace = namespace
+    def __init__(self, timeouts: Timeouts, transport: Transport) -> None:
         self._timeouts = timeouts
         self._invalidate = transport.invalidate
         self._withdraw = transport.withdraw
         self._grant_ids = count(1)
-        self._staging = StagingPool(pin)
-        self._sizes_by_group = {
-            number.to_bytes(4, "big"): group.part_bytes for number, group in enumerate(namespace.groups)
-        }
-
-    def close(self) -> None:
-        self._staging.close()
-
-    @property
-    def staging_refusal(self) -> str:
-        """Why staging buffers are not pinned as the client asked; empty if they are."""
-        return self._staging.refusal
 
     def _request(self, make: type[Message], method: str, *, wait: float | None = None, **fields: Any) -> Operation[Any]:
         """Performs a call on the current session. `wait` and `fields` are fields of the request."""
@@ -136,6 +122,27 @@ class Base:
             yield from operation
         except KVTierError:
             return
+
+
+class Base(SessionOperations):
+    """Namespace, deadlines and staging buffers of one client."""
+
+    def __init__(self, namespace: Namespace, timeouts: Timeouts, transport: Transport, pin: Pin | None = None) -> None:
+        """`pin` pins staging buffers."""
+        super().__init__(timeouts, transport)
+        self._namespace = namespace
+        self._staging = StagingPool(pin)
+        self._sizes_by_group = {
+            number.to_bytes(4, "big"): group.part_bytes for number, group in enumerate(namespace.groups)
+        }
+
+    def close(self) -> None:
+        self._staging.close()
+
+    @property
+    def staging_refusal(self) -> str:
+        """Why staging buffers are not pinned as the client asked; empty if they are."""
+        return self._staging.refusal
 
     def _sizes(self, keys: Iterable[bytes]) -> list[int]:
         """Returns the part size in bytes of each key."""

@@ -14,7 +14,7 @@ from ..errors import KVTierError, LeaseLost, NotConnected, ServerError
 from ..part_streams import ATTEMPTS, PartReceiver, is_retryable
 from ..results import LookupResult, ReadBatch
 from ..session.session import ClientSession
-from .base import consecutive, message
+from .base import Base, consecutive, message
 from .lookups import LookupOperations, lease_id_of
 
 __all__ = ["LoadOperations", "Reading"]
@@ -36,7 +36,7 @@ class Reading:
     batch: ReadBatch
 
 
-class LoadOperations(LookupOperations):
+class LoadOperations(LookupOperations, Base):
     def begin_read(
         self,
         held: ExitStack,

@@ -22,14 +22,14 @@ from ..results import (
     TierVote,
 )
 from ..session.session import ClientSession
-from .base import Base, as_json, duration, key_fields, member, message
+from .base import SessionOperations, as_json, duration, key_fields, member, message
 
 __all__ = ["LookupOperations", "lease_id_of"]
 
 _READABLE = frozenset({KeyStatus.HIT, KeyStatus.HIT_PENDING})
 
 
-class LookupOperations(Base):
+class LookupOperations(SessionOperations):
     def begin_request(
         self,
         request_id: str,

@@ -26,7 +26,7 @@ from ...protos.credentials import Credentials
 from ...protos.endpoint import Endpoint
 from ...protos.socket_owner import is_chosen
 from ...protos.v1 import session_pb2, session_pb2_grpc
-from ..errors import AccessDenied, Draining, InvalidRequest, KVTierError, NotConnected, ServerError, error_from_status
+from ..errors import AccessDenied, Draining, InvalidRequest, KVTierError, NotConnected, ServerError, error_from_call
 from ..namespace import Namespace
 from ..timeouts import check_seconds
 from .fork_guard import ForkGuarded
@@ -237,7 +237,7 @@ class SessionConnection(ForkGuarded):
             finally:
                 heartbeats.cancel()
         except grpc.RpcError as error:
-            raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from None
+            raise error_from_call(error) from None
         except grpc.FutureCancelledError:
             raise NotConnected("the client is closed") from None
         except TimeoutError:

@@ -306,24 +306,25 @@ def enable_keepalive(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)
 
 
-def read_answer(connection: Connection, number: int, head: bytes | None = None) -> bytes:
+def read_answer(connection: Connection, number: int, head: bytes | None = None, most: int = MAX_ANSWER_BYTES) -> bytes:
     """Returns what follows the head of the answer to call `number`. `head`: if it has been read.
 
     Raises OSError, and what `answer_length` raises.
     """
-    return connection.read(answer_length(head or connection.read(HEAD_BYTES), number))
+    return connection.read(answer_length(head or connection.read(HEAD_BYTES), number, most))
 
 
-def answer_length(head: bytes, number: int) -> int:
+def answer_length(head: bytes, number: int, most: int = MAX_ANSWER_BYTES) -> int:
     """Returns the length of what follows the head of the answer to call `number`.
 
-    Raises `ServerError` for another frame, and `CrossedFrameError` for an answer to another call.
+    Raises `ServerError` for another frame or for more than `most` bytes, and `CrossedFrameError`
+    for an answer to another call.
     """
     try:
         length, kind, answered = unpack_head(head)
     except ValueError:
         length, kind, answered = 0, None, number
-    if kind is not FrameKind.ANSWER or length > MAX_ANSWER_BYTES:
+    if kind is not FrameKind.ANSWER or length > most:
         raise ServerError("the server does not send an answer of the socket protocol")
     check_number(answered, number)
     return length

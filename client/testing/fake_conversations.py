@@ -12,11 +12,12 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 
 from ...protos.v1 import conversation_pb2 as pb
+from ..effects import Call, Effect
 from ..errors import error_for
 from ..namespace import Namespace
 from .fake_holds import BlockName
 
-__all__ = ["FakeBlocks", "FakeConversations", "FakeStub"]
+__all__ = ["FakeBlocks", "FakeCalls", "FakeConversations"]
 
 _MAX_CONVERSATIONS = 100
 _ACTIONS = frozenset(pb.ConversationAction.values()) - {pb.CONVERSATION_ACTION_UNSPECIFIED}
@@ -243,15 +244,19 @@ class FakeConversations:
         )
 
 
-class FakeStub:
-    """Stub of the conversation service. `handle` gets the name of a method and its request."""
+class FakeCalls:
+    """Transport of a client of conversations. `handle` gets a method's name and its request."""
 
     def __init__(self, handle: Callable[[str, Any], Any]) -> None:
-        def call(method: str) -> Callable[..., Any]:
-            return lambda request, **_: handle(f"/kvtier.v1.ConversationService/{method}", request)
+        self._handle = handle
 
-        self.ActOnConversation = call("ActOnConversation")
-        self.ListConversations = call("ListConversations")
+    def perform(self, effect: Effect) -> Any:
+        if not isinstance(effect, Call):
+            raise TypeError(f"{type(effect).__name__} needs a session")
+        return self._handle(effect.method, effect.request)
+
+    def close(self) -> None:
+        pass
 
 
 def _tag(tenant: str) -> bytes:

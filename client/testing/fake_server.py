@@ -21,7 +21,7 @@ import xxhash
 
 from ...protos.v1 import admin_pb2, cache_pb2, common_pb2, handoff_pb2, session_pb2, transfer_pb2
 from ...protos.wire.packed_keys import pack_offsets
-from ..conversation_client import ConversationClient
+from ..conversation_sync import ConversationClient
 from ..effects import Call, Connect, Copy, Effect, Pull, Push
 from ..errors import DeadlineExceeded, KVTierError, LeaseLost, NotConnected, error_for
 from ..namespace import Namespace
@@ -30,7 +30,7 @@ from ..results import DurableStatus, KeyStatus, OffloadPolicy, StoreStatus
 from ..session.session import ClientSession
 from ..sync import Client
 from .fake_checks import FRAME_BYTES, LIMITS, check_bounds, check_filter, check_params, required
-from .fake_conversations import FakeBlocks, FakeConversations, FakeStub
+from .fake_conversations import FakeBlocks, FakeCalls, FakeConversations
 from .fake_holds import BlockName, FakeHolds, FakeLease, FakeSession, FakeStore
 
 __all__ = ["FakeServer"]
@@ -61,7 +61,7 @@ class FakeServer:
 
     def conversation_client(self, tenant: str | None = None) -> ConversationClient:
         """Returns a client of the conversations of this server."""
-        return ConversationClient("unix:fake", tenant=tenant, stub=FakeStub(self._handle))
+        return ConversationClient(tenant=tenant, backend=FakeCalls(self._handle))
 
     def restart(self) -> None:
         """Ends all sessions, leases, stores, holds and conversations; blocks stay."""

@@ -1,78 +1,87 @@
-"""Transport of the asyncio client. It never blocks the event loop."""
+"""Transports of asyncio clients. They never block the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
 from ...cuda.host.memory import tune_malloc
 from ...protos.credentials import Credentials
-from ...protos.endpoint import client_endpoint
-from ..effects import Call, Connect, Copy, Effect, Pull, Push
-from ..errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
+from ...protos.endpoint import Endpoint, client_endpoint
+from ..effects import Call, Connect, Copy, Effect, Operation, Performer, Pull, Push
+from ..errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_call
 from ..session.connection import ClientIdentity, SessionConnection
 from ..session.fork_guard import ForkGuarded, fork_safe
 from ..session.session import ClientSession
 from ..timeouts import Timeouts
-from .grpc_methods import CHANNEL_OPTIONS, RESPONSES, path_of, response_of, serialize
+from .grpc_methods import (
+    CHANNEL_OPTIONS,
+    SERVICE_OPTIONS,
+    STREAM_RESPONSES,
+    UnaryCalls,
+    path_of,
+    response_of,
+    serialize,
+)
 from .socket_calls_aio import AsyncSocketCalls
 from .socket_connector import GrpcStreams, SocketConnector
 from .socket_streams import SocketStreams
 
-__all__ = ["AsyncGrpcTransport"]
+__all__ = ["AsyncGrpcTransport", "AsyncServiceTransport", "run_operation"]
+
+T = TypeVar("T")
 
 _MAX_STREAMS = 64
 """Maximum number of concurrent streams; each uses a thread. Further streams wait."""
 
 
-class AsyncGrpcTransport(ForkGuarded):
-    """Performs effects over its own gRPC channels. See `effects.Transport`.
+async def run_operation(performer: Performer, operation: Operation[T]) -> T:
+    """Performs the effects of an operation, and returns its result."""
+    try:
+        effect = next(operation)
+        while True:
+            try:
+                result = await performer.perform(effect)
+            except BaseException as error:  # noqa: BLE001 - the operation cleans up and raises it again
+                effect = operation.throw(error)
+            else:
+                effect = operation.send(result)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
 
-    Construct it on the event loop that uses it. A thread keeps the session open, even if the event
-    loop is busy.
+
+class AsyncServiceTransport(ForkGuarded):
+    """Performs calls that need no session, over its own gRPC channel.
+
+    Construct it on the event loop that uses it.
     """
 
     def __init__(
-        self, endpoint: str | None, identity: ClientIdentity, timeouts: Timeouts, credentials: Credentials | None
+        self,
+        endpoint: Endpoint | str | None,
+        credentials: Credentials | None,
+        options: Sequence[tuple[str, Any]] = SERVICE_OPTIONS,
     ) -> None:
-        credentials = credentials or Credentials.from_environment()
+        """Does not connect yet. Raises `InvalidRequest`."""
         try:
-            server = client_endpoint(endpoint)
-            self._session_channel = fork_safe(credentials.channel(server, CHANNEL_OPTIONS))
+            self._server = endpoint if isinstance(endpoint, Endpoint) else client_endpoint(endpoint)
+            self._credentials = credentials or Credentials.from_environment()
+            self._channel = self._credentials.aio_channel(self._server, options)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
-        tune_malloc()
-        # Not the loop's default executor, because hanging streams would block the application.
-        self._stream_threads = ThreadPoolExecutor(_MAX_STREAMS, "kvtier-stream")
-        self._sockets = SocketConnector(
-            self._session_channel, server, credentials, enabled=identity.transport != "grpc"
-        )
-        self._connection = SessionConnection(self._session_channel, server, identity, timeouts.call, credentials)
-        self._channel = credentials.aio_channel(server, CHANNEL_OPTIONS)
+        self._calls = UnaryCalls(self._channel)
         self._closed = False
-        self._socket_calls: AsyncSocketCalls | None = None
-        self._calls = {
-            method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
-            for method, response in RESPONSES.items()
-        }
 
-    @property
-    def session(self) -> ClientSession | None:
-        return None if self._is_forked else self._connection.session
-
-    def invalidate(self, session: ClientSession) -> None:
+    def stream(self, method: str, request: Message) -> Any:
+        """Starts a call with a stream of responses. The call raises `grpc.aio.AioRpcError`."""
         self._check_process()
-        self._connection.invalidate(session)
-
-    def withdraw(self, session: ClientSession, grant_id: int) -> None:
-        if not self._is_forked:
-            self._connection.withdraw(session, grant_id)
+        return self._channel.unary_stream(path_of(method), serialize, STREAM_RESPONSES[method].FromString)(request)
 
     async def perform(self, effect: Effect) -> Any:
         self._check_process()
@@ -81,9 +90,7 @@ class AsyncGrpcTransport(ForkGuarded):
         except SessionLost as error:
             raise self._translated(error) from None
         except grpc.RpcError as error:
-            raise self._translated(
-                error_from_status(error.code(), error.details(), error.trailing_metadata())
-            ) from None
+            raise self._translated(error_from_call(error)) from None
         except grpc.FutureCancelledError:
             raise self._translated(SessionLost("the session has ended")) from None
         except grpc.aio.UsageError:
@@ -103,6 +110,55 @@ class AsyncGrpcTransport(ForkGuarded):
     def _translated(self, error: KVTierError) -> KVTierError:
         """After `close`, replaces `SessionLost` by `NotConnected`, because the caller closed it."""
         return NotConnected("the client is closed") if self._closed and isinstance(error, SessionLost) else error
+
+    async def _perform(self, effect: Effect) -> Any:
+        if not isinstance(effect, Call):
+            raise TypeError(f"{type(effect).__name__} needs a session")
+        return await self._calls[effect.method](effect.request, timeout=effect.timeout)
+
+    async def close(self) -> None:
+        if self._is_forked:
+            return
+        self._closed = True
+        await self._channel.close()
+
+
+class AsyncGrpcTransport(AsyncServiceTransport):
+    """Performs effects on a session, over its own gRPC channels. See `effects.Transport`.
+
+    Construct it on the event loop that uses it. A thread keeps the session open, even if the event
+    loop is busy.
+    """
+
+    def __init__(
+        self, endpoint: str | None, identity: ClientIdentity, timeouts: Timeouts, credentials: Credentials | None
+    ) -> None:
+        super().__init__(endpoint, credentials, CHANNEL_OPTIONS)
+        server, credentials = self._server, self._credentials
+        try:
+            self._session_channel = fork_safe(credentials.channel(server, CHANNEL_OPTIONS))
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+        tune_malloc()
+        # Not the loop's default executor, because hanging streams would block the application.
+        self._stream_threads = ThreadPoolExecutor(_MAX_STREAMS, "kvtier-stream")
+        self._sockets = SocketConnector(
+            self._session_channel, server, credentials, enabled=identity.transport != "grpc"
+        )
+        self._connection = SessionConnection(self._session_channel, server, identity, timeouts.call, credentials)
+        self._socket_calls: AsyncSocketCalls | None = None
+
+    @property
+    def session(self) -> ClientSession | None:
+        return None if self._is_forked else self._connection.session
+
+    def invalidate(self, session: ClientSession) -> None:
+        self._check_process()
+        self._connection.invalidate(session)
+
+    def withdraw(self, session: ClientSession, grant_id: int) -> None:
+        if not self._is_forked:
+            self._connection.withdraw(session, grant_id)
 
     async def _perform(self, effect: Effect) -> Any:
         match effect:

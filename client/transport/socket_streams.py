@@ -5,21 +5,27 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError, Message
 
 from ...cuda.host.socket_io import Connection, checksum_on
 from ...protos.v1 import transfer_pb2
 from ...protos.wire import socket_frames as frames
 from ..effects import Pull, Push
-from ..errors import DeadlineExceeded, KVTierError, NotConnected, SessionLost
+from ..errors import DeadlineExceeded, KVTierError, NotConnected, ServerError, SessionLost
 from ..session.session import ClientSession
 from ..session.socket_calls import SocketCalls, SocketPool, SocketTarget, message_of, read_answer
 
 __all__ = ["SocketStreams"]
 
+M = TypeVar("M", bound=Message)
+
 _STALL_SECONDS = 5.0
-"""Maximum time without a byte, and until the first byte. A bulk process that runs answers within
-milliseconds. If it hangs, the stream is retried over gRPC."""
+"""Maximum time without a byte, and until the first byte, unless the caller chooses it. A bulk
+process that runs answers within milliseconds. If it hangs, the stream is retried over gRPC."""
+_MAX_RESPONSE_BYTES = 64 << 10
+"""Limit of the end of a stream: a few fields, or a refusal."""
 _TIMER_SECONDS = 0.01
 """The kernel's timers may be early by less than this."""
 _CONNECT_SECONDS = 5.0
@@ -29,9 +35,10 @@ _CONNECT_SECONDS = 5.0
 class SocketStreams(SocketPool):
     """Push and Pull of one session; methods as in `GrpcStreams`. Any thread may call."""
 
-    def __init__(self, target: SocketTarget) -> None:
-        """Does not connect."""
+    def __init__(self, target: SocketTarget, stall_seconds: float | None = None) -> None:
+        """Does not connect. `stall_seconds`: maximum time without a byte."""
         super().__init__(target, frames.Purpose.STREAMS)
+        self._stall_seconds = stall_seconds
 
     def connect(self) -> None:
         """Opens the first connection. Raises what `SocketTarget.connect` raises."""
@@ -50,9 +57,9 @@ class SocketStreams(SocketPool):
                     connection.send([head, *views])
                 connection.send([frames.pack_end(number)])
             except ConnectionError:
-                message_of(read_answer(connection, number))  # raises a refusal of the server
+                _read_response(connection, number, transfer_pb2.PushResponse)  # raises a refusal
                 raise
-            return transfer_pb2.PushResponse.FromString(message_of(read_answer(connection, number)))
+            return _read_response(connection, number, transfer_pb2.PushResponse)
 
     def pull(self, effect: Pull, on_start: Callable[[Any], object] = lambda _: None) -> None:
         sink = effect.sink
@@ -69,7 +76,7 @@ class SocketStreams(SocketPool):
                 views = sink.views(data.offset, data.nbytes)
                 connection.receive(views)
                 sink.verify(data, checksum_on(connection, views))
-            answer = transfer_pb2.PullResponse.FromString(message_of(read_answer(connection, number, head)))
+            answer = _read_response(connection, number, transfer_pb2.PullResponse, head)
             sink.completed = sink.completed or answer.completed
 
     def offer_calls(self, session: ClientSession) -> None:
@@ -88,18 +95,21 @@ class SocketStreams(SocketPool):
     def _connection(self, effect: Push | Pull, on_start: Callable[[Any], object]) -> Iterator[Connection]:
         """Lends a connection that is shut down on session end, cancellation or time-out."""
         deadline = time.monotonic() + effect.timeout
+        stall_seconds = _STALL_SECONDS if self._stall_seconds is None else self._stall_seconds
         call = None
         intact = False
         try:
             try:
                 connection = self.take(effect.timeout)
             except (OSError, KVTierError) as error:  # gRPC can try again
+                if isinstance(error, KVTierError) and error.reason:
+                    raise NotConnected(f"the server refused a connection: {error}", error.reason) from None
                 raise ConnectionError(str(error)) from None
             try:
                 call = _StreamCall(connection)
                 on_start(call)
                 with effect.session.cancelling(call.cancel):
-                    connection.set_deadline(deadline - time.monotonic(), _STALL_SECONDS)
+                    connection.set_deadline(deadline - time.monotonic(), stall_seconds)
                     yield connection
                 intact = True
             finally:
@@ -110,8 +120,17 @@ class SocketStreams(SocketPool):
             if time.monotonic() >= deadline - _TIMER_SECONDS:
                 raise DeadlineExceeded("the stream did not end in time") from None
             if isinstance(error, BlockingIOError):
-                raise NotConnected(f"no byte of a stream moved for {_STALL_SECONDS:g} s") from None
+                raise NotConnected(f"no byte of a stream moved for {stall_seconds:g} s") from None
             raise NotConnected(f"the connection of a stream failed: {error}") from None
+
+
+def _read_response(connection: Connection, number: int, kind: type[M], head: bytes | None = None) -> M:
+    """Reads the end of a stream. Raises `KVTierError` for a refusal, or if it is no response."""
+    message = message_of(read_answer(connection, number, head, _MAX_RESPONSE_BYTES))
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        raise ServerError(f"the server does not end a stream as kvtier does: {error}") from None
 
 
 class _StreamCall:

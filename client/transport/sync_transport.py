@@ -1,53 +1,144 @@
-"""Transport of the synchronous client: gRPC, raw sockets and copies in shared memory."""
+"""Transports of synchronous clients: gRPC, raw sockets and copies in shared memory."""
 
 from __future__ import annotations
 
 import _thread
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
 from ...cuda.host.memory import tune_malloc
 from ...protos.credentials import Credentials
-from ...protos.endpoint import client_endpoint
-from ..effects import Call, Connect, Copy, Effect, Pull, Push
-from ..errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
+from ...protos.endpoint import Endpoint, client_endpoint
+from ..effects import Call, Connect, Copy, Effect, Operation, Performer, Pull, Push
+from ..errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_call
 from ..session.connection import ClientIdentity, SessionConnection
 from ..session.fork_guard import ForkGuarded, fork_safe
 from ..session.session import ClientSession
 from ..timeouts import Timeouts
-from .grpc_methods import CHANNEL_OPTIONS, RESPONSES, path_of, response_of, serialize
+from .grpc_methods import (
+    CHANNEL_OPTIONS,
+    SERVICE_OPTIONS,
+    STREAM_RESPONSES,
+    UnaryCalls,
+    path_of,
+    response_of,
+    serialize,
+)
 from .socket_connector import GrpcStreams, SocketConnector
 from .socket_streams import SocketStreams
 
-__all__ = ["GrpcTransport"]
+__all__ = ["GrpcTransport", "ServiceTransport", "run_operation"]
+
+T = TypeVar("T")
 
 
-class GrpcTransport(ForkGuarded):
-    """Performs effects over its own gRPC channel. See `effects.Transport`."""
+def run_operation(performer: Performer, operation: Operation[T]) -> T:
+    """Performs the effects of an operation, and returns its result."""
+    try:
+        effect = next(operation)
+        while True:
+            try:
+                result = performer.perform(effect)
+            except BaseException as error:  # noqa: BLE001 - the operation cleans up and raises it again
+                effect = operation.throw(error)
+            else:
+                effect = operation.send(result)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+
+
+class ServiceTransport(ForkGuarded):
+    """Performs calls that need no session, over its own gRPC channel. Any thread may use it."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint | str | None,
+        credentials: Credentials | None,
+        options: Sequence[tuple[str, Any]] = SERVICE_OPTIONS,
+    ) -> None:
+        """Does not connect yet. Raises `InvalidRequest`."""
+        try:
+            self._server = endpoint if isinstance(endpoint, Endpoint) else client_endpoint(endpoint)
+            self._credentials = credentials or Credentials.from_environment()
+            self._channel = fork_safe(self._credentials.channel(self._server, options))
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+        self._calls = UnaryCalls(self._channel)
+        self._closed = False
+
+    def start(self, method: str, request: Message, timeout: float) -> grpc.Future:
+        """Starts a call. Its `result` raises `grpc.RpcError`; see `error_from_call`."""
+        self._check_process()
+        return self._calls[method].future(request, timeout=timeout)
+
+    def stream(self, method: str, request: Message) -> Iterator[Any]:
+        """Yields the responses of a call, without a time limit. Raises `KVTierError`.
+
+        If the caller closes the iterator, the call is cancelled.
+        """
+        self._check_process()
+        call = self._channel.unary_stream(path_of(method), serialize, STREAM_RESPONSES[method].FromString)(request)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise error_from_call(error) from None
+        finally:
+            call.cancel()
+
+    def perform(self, effect: Effect) -> Any:
+        self._check_process()
+        try:
+            return self._perform(effect)
+        except SessionLost as error:
+            raise self._translated(error) from None
+        except grpc.RpcError as error:
+            raise self._translated(error_from_call(error)) from None
+        except grpc.FutureCancelledError:
+            raise self._translated(SessionLost("the session has ended")) from None
+        except ValueError:
+            if self._closed:  # raised by gRPC for a closed channel
+                raise NotConnected("the client is closed") from None
+            raise
+
+    def _translated(self, error: KVTierError) -> KVTierError:
+        """After `close`, replaces `SessionLost` by `NotConnected`, because the caller closed it."""
+        return NotConnected("the client is closed") if self._closed and isinstance(error, SessionLost) else error
+
+    def _perform(self, effect: Effect) -> Any:
+        if not isinstance(effect, Call):
+            raise TypeError(f"{type(effect).__name__} needs a session")
+        return _run_apart(lambda: self._calls[effect.method](effect.request, timeout=effect.timeout))
+
+    def close(self) -> None:
+        if self._is_forked:
+            return
+        self._closed = True
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class GrpcTransport(ServiceTransport):
+    """Performs effects on a session, over its own gRPC channel. See `effects.Transport`."""
 
     def __init__(
         self, endpoint: str | None, identity: ClientIdentity, timeouts: Timeouts, credentials: Credentials | None
     ) -> None:
         tune_malloc()
-        try:
-            server = client_endpoint(endpoint)
-            credentials = credentials or Credentials.from_environment()
-            self._channel = fork_safe(credentials.channel(server, CHANNEL_OPTIONS))
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from error
-        self._calls = {
-            method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
-            for method, response in RESPONSES.items()
-        }
-        self._sockets = SocketConnector(self._channel, server, credentials, enabled=identity.transport != "grpc")
-        self._connection = SessionConnection(self._channel, server, identity, timeouts.call, credentials)
-        self._closed = False
+        super().__init__(endpoint, credentials, CHANNEL_OPTIONS)
+        channel, server, credentials = self._channel, self._server, self._credentials
+        self._sockets = SocketConnector(channel, server, credentials, enabled=identity.transport != "grpc")
+        self._connection = SessionConnection(channel, server, identity, timeouts.call, credentials)
 
     @property
     def session(self) -> ClientSession | None:
@@ -60,27 +151,6 @@ class GrpcTransport(ForkGuarded):
     def withdraw(self, session: ClientSession, grant_id: int) -> None:
         if not self._is_forked:
             self._connection.withdraw(session, grant_id)
-
-    def perform(self, effect: Effect) -> Any:
-        self._check_process()
-        try:
-            return self._perform(effect)
-        except SessionLost as error:
-            raise self._translated(error) from None
-        except grpc.RpcError as error:
-            raise self._translated(
-                error_from_status(error.code(), error.details(), error.trailing_metadata())
-            ) from None
-        except grpc.FutureCancelledError:
-            raise self._translated(SessionLost("the session has ended")) from None
-        except ValueError:
-            if self._closed:  # raised by gRPC for a closed channel
-                raise NotConnected("the client is closed") from None
-            raise
-
-    def _translated(self, error: KVTierError) -> KVTierError:
-        """After `close`, replaces `SessionLost` by `NotConnected`, because the caller closed it."""
-        return NotConnected("the client is closed") if self._closed and isinstance(error, SessionLost) else error
 
     def _perform(self, effect: Effect) -> Any:
         match effect:

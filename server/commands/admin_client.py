@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's log lines would mix with the output
-
-import grpc
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.text import Text
 
-from ...protos.credentials import Credentials, CredentialsError
+from ...client.effects import Call
+from ...client.errors import DeadlineExceeded, KVTierError, NotConnected, UnsupportedServer
+from ...client.transport.sync_transport import ServiceTransport
 from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
-from ...protos.error_reasons import reason_of
 from ...protos.v1.admin_pb2 import GetStatusRequest, GetStatusResponse
-from ...protos.v1.admin_pb2_grpc import AdminServiceStub
 from ..config.units import seconds_of
 from ..printable import printable
 from ..telemetry.status import enum_name
 from .console import EXIT_FAILURE, EXIT_UNREACHABLE, EXIT_USAGE, print_line, refuse
 
 __all__ = [
-    "AdminClientError",
-    "UnreachableError",
     "ask",
     "ask_status",
-    "channel_to",
+    "connect",
     "error_of",
     "follow",
     "json_values",
@@ -39,45 +33,22 @@ __all__ = [
 ]
 
 _UNLIMITED_WIDTH = 10_000
-_OPTIONS = (("grpc.enable_http_proxy", 0),)  # these calls must not go through an HTTP proxy
-_STREAM_OPTIONS = (
-    *_OPTIONS,
-    # A streaming call has no time limit. These messages detect that the server's host is lost.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-)
 
 
-class AdminClientError(Exception):
-    """The call failed, for example because the server refused it; the message is one line.
+def connect(endpoint: Endpoint) -> ServiceTransport:
+    """Returns a transport with the credentials of the environment. Raises `KVTierError`."""
+    return ServiceTransport(endpoint, None)
 
-    `reason` is the server's `ErrorReason`; "TLS" after a TLS error; "TIMEOUT" if no answer arrived
-    in time; empty for all other errors.
+
+def ask(endpoint: Endpoint, method: str, request: Any, timeout: float, service: str = "AdminService") -> Any:
+    """Calls a method of a service of the server.
+
+    Raises `KVTierError` with a message of one line: `NotConnected` if no server answered in time.
     """
-
-    def __init__(self, text: str, reason: str = "") -> None:
-        super().__init__(text)
-        self.reason = reason
-
-
-class UnreachableError(AdminClientError):
-    """No server answered in time; the message is one line."""
-
-
-def channel_to(endpoint: Endpoint, options: Sequence[tuple[str, Any]] = _OPTIONS) -> grpc.Channel:
-    """Returns a channel with the credentials of the environment. Raises `AdminClientError`."""
-    try:
-        return Credentials.from_environment().channel(endpoint, options)
-    except CredentialsError as error:
-        raise AdminClientError(f"{error}") from None
-
-
-def ask(endpoint: Endpoint, method: str, request: Any, timeout: float, stub: type[Any] = AdminServiceStub) -> Any:
-    """Calls a method of a service of the server. Raises `AdminClientError`."""
-    with channel_to(endpoint) as channel:
+    with connect(endpoint) as server:
         try:
-            return getattr(stub(channel), method)(request, timeout=timeout)
-        except grpc.RpcError as error:
+            return server.perform(Call(f"{service}/{method}", request, timeout))
+        except KVTierError as error:
             raise error_of(error, endpoint, timeout) from None
 
 
@@ -90,17 +61,14 @@ def follow(endpoint: Endpoint, method: str, request: Any, timeout: float) -> Gen
     """Yields the answers of a streaming method of `AdminService`, without a time limit.
 
     The server must first answer a status call within `timeout` seconds. If the caller closes the
-    iterator, the streaming call is cancelled. Raises `AdminClientError`.
+    iterator, the streaming call is cancelled. Raises `KVTierError`.
     """
     ask_status(endpoint, timeout)
-    with channel_to(endpoint, _STREAM_OPTIONS) as channel:
-        call = getattr(AdminServiceStub(channel), method)(request)
+    with connect(endpoint) as server:
         try:
-            yield from call
-        except grpc.RpcError as error:
+            yield from server.stream(f"AdminService/{method}", request)
+        except KVTierError as error:
             raise error_of(error, endpoint, timeout) from None
-        finally:
-            call.cancel()
 
 
 def show_answer(
@@ -113,7 +81,7 @@ def show_answer(
     try:
         endpoint = client_endpoint(options.endpoint)
         answer = fetch(endpoint, options.timeout)
-    except (EndpointError, AdminClientError) as error:
+    except (EndpointError, KVTierError) as error:
         return refuse_error(error)
     if options.json:
         print_line(to_json(answer))
@@ -136,10 +104,10 @@ def json_values(message: Message) -> dict[str, Any]:
     return values
 
 
-def refuse_error(error: EndpointError | AdminClientError) -> int:
+def refuse_error(error: EndpointError | KVTierError) -> int:
     if isinstance(error, EndpointError):
         return refuse([f"{error}"], EXIT_USAGE)
-    return refuse([f"{error}"], EXIT_UNREACHABLE if isinstance(error, UnreachableError) else EXIT_FAILURE)
+    return refuse([f"{error}"], EXIT_UNREACHABLE if isinstance(error, NotConnected) else EXIT_FAILURE)
 
 
 class _PlainConsole(Console):
@@ -164,35 +132,42 @@ def plain_console() -> Console:
     return console
 
 
-def error_of(error: grpc.RpcError, endpoint: Endpoint, timeout: float) -> AdminClientError:
-    code, details = error.code(), (error.details() or "").partition("\n")[0]
-    if (reason := reason_of(error.trailing_metadata())) is not None:
-        return AdminClientError(f"{endpoint}: {details}", reason)
-    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return UnreachableError(f"no answer from {endpoint} within {timeout:g} s", "TIMEOUT")
-    if code == grpc.StatusCode.UNAVAILABLE:
-        return _unreachable(endpoint, details)
-    if code == grpc.StatusCode.UNIMPLEMENTED:
-        return AdminClientError(f"the gRPC server at {endpoint} is not kvtier, or its version is too old for this call")
-    return AdminClientError(f"{endpoint}: {code.name}: {details}")
+def error_of(error: KVTierError, endpoint: Endpoint, timeout: float) -> KVTierError:
+    """Returns an exception of the same kind whose message is one line with the server's address.
+
+    Its `reason` is the server's `ErrorReason`; "TLS" after a TLS error; "TIMEOUT" if no answer
+    arrived in time; empty for all other errors.
+    """
+    text = f"{error}".partition("\n")[0]
+    if error.reason:
+        return type(error)(f"{endpoint}: {text}", error.reason)
+    if isinstance(error, DeadlineExceeded):
+        return NotConnected(f"no answer from {endpoint} within {timeout:g} s", "TIMEOUT")
+    if isinstance(error, NotConnected):
+        return _unreachable(endpoint, text.removeprefix("UNAVAILABLE: "))
+    if isinstance(error, UnsupportedServer):
+        return UnsupportedServer(
+            f"the gRPC server at {endpoint} is not kvtier, or its version is too old for this call"
+        )
+    return type(error)(f"{endpoint}: {text}")
 
 
-def _unreachable(endpoint: Endpoint, details: str) -> UnreachableError:
+def _unreachable(endpoint: Endpoint, details: str) -> NotConnected:
     """Returns the error for UNAVAILABLE, which can mean TLS, permissions, or no server."""
     if "handshake failed" in details:
         cause = details.rpartition("OPENSSL_internal:")[2].removesuffix(": OK")
         # If the certificate is expired or not yet valid, another --ca does not help.
         hint = "" if "expired" in cause or "not yet valid" in cause else "; is --ca the server's CA?"
-        return UnreachableError(f"{endpoint}: the TLS handshake failed: {cause}{hint}", "TLS")
+        return NotConnected(f"{endpoint}: the TLS handshake failed: {cause}{hint}", "TLS")
     if "Hostname Verification Check failed" in details:
         name = endpoint.tls_name or endpoint.host
-        return UnreachableError(f"{endpoint}: the server's certificate is not for {name}", "TLS")
+        return NotConnected(f"{endpoint}: the server's certificate is not for {name}", "TLS")
     if not endpoint.is_unix and ("Socket closed" in details or "reset by peer" in details):
-        return UnreachableError(
+        return NotConnected(
             f"{endpoint} closed the connection; does it need TLS (--ca) or a client certificate (--cert, --key)?", "TLS"
         )
     if endpoint.is_unix and details.startswith("not connected to ") and "No such file" not in details:
-        return UnreachableError(details)  # of the client: another user can answer there
+        return NotConnected(details)  # of the client: another user can answer there
     if endpoint.is_unix and "Permission denied" in details:
-        return UnreachableError(f"{endpoint}: Permission denied; only the server's user and root can connect")
-    return UnreachableError(f"no server answers at {endpoint}; is `kvtier serve` running there?")
+        return NotConnected(f"{endpoint}: Permission denied; only the server's user and root can connect")
+    return NotConnected(f"no server answers at {endpoint}; is `kvtier serve` running there?")

@@ -14,7 +14,6 @@ from ...protos.v1.conversation_pb2 import (
     ListConversationsRequest,
     ListConversationsResponse,
 )
-from ...protos.v1.conversation_pb2_grpc import ConversationServiceStub
 from ..config.units import human_age, human_size, parse_duration, seconds_of
 from .admin_client import ask, json_values, plain_console, show_answer
 from .console import EXIT_USAGE, refuse
@@ -33,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
         return refuse([f"{error}"], EXIT_USAGE)
     return show_answer(
         options,
-        lambda endpoint, timeout: ask(endpoint, method, request, timeout, ConversationServiceStub),
+        lambda endpoint, timeout: ask(endpoint, method, request, timeout, "ConversationService"),
         to_json,
         _show if options.action in LISTS else _show_result,
     )

@@ -10,13 +10,13 @@ import os
 from rich.console import Console
 from rich.text import Text
 
+from ...client.errors import KVTierError
 from ...protos.endpoint import ENDPOINT_VARIABLE, Endpoint, EndpointError, client_endpoint
 from ...protos.v1.session_pb2 import CapabilitiesRequest
-from ...protos.v1.session_pb2_grpc import SessionServiceStub
 from ..config.schema import Config, ConfigError
 from ..doctor import disk_checks, engine_checks, memory_checks, process_checks, server_checks, trust_checks
 from ..doctor.finding import Check, CheckContext, CheckResult, Verdict, fail
-from .admin_client import AdminClientError, ask, ask_status, plain_console
+from .admin_client import ask, ask_status, plain_console
 from .config import load
 from .console import EXIT_FAILURE, EXIT_USAGE, print_line, refuse
 
@@ -91,9 +91,9 @@ def _make_context(options: argparse.Namespace) -> CheckContext:
     endpoint = _endpoint(options, config)
     status, failure, reason, capabilities = None, "", "", None
     try:
-        capabilities = ask(endpoint, "Capabilities", CapabilitiesRequest(), options.timeout, SessionServiceStub)
+        capabilities = ask(endpoint, "Capabilities", CapabilitiesRequest(), options.timeout, "SessionService")
         status = ask_status(endpoint, options.timeout)
-    except AdminClientError as error:
+    except KVTierError as error:
         failure, reason = f"{error}", error.reason
     return CheckContext(
         config=config,

@@ -8,9 +8,10 @@ import json
 import time
 from dataclasses import dataclass
 
+from ...client.errors import KVTierError, NotConnected
 from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
 from ...protos.v1.admin_pb2 import DrainMode, DrainRequest, DrainResponse
-from .admin_client import AdminClientError, UnreachableError, ask_status, follow, refuse_error
+from .admin_client import ask_status, follow, refuse_error
 from .console import EXIT_FAILURE, print_line, refuse
 from .progress import Progress, progress_bar
 
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
         endpoint = client_endpoint(options.endpoint)
         with progress_bar("drain") as progress:
             drained = drain_server(endpoint, mode, options.timeout, wait=options.wait, progress=progress)
-    except (EndpointError, AdminClientError) as error:
+    except (EndpointError, KVTierError) as error:
         return refuse_error(error)
     except KeyboardInterrupt:
         return refuse(["interrupted; the server continues to drain"], EXIT_FAILURE)
@@ -60,7 +61,7 @@ def mode_of(options: argparse.Namespace) -> str:
 def drain_server(
     endpoint: Endpoint, mode: str, timeout: float, *, wait: bool, progress: Progress | None = None
 ) -> Drained:
-    """Drains one server, or undoes its drain. Raises `AdminClientError`.
+    """Drains one server, or undoes its drain. Raises `KVTierError`.
 
     With `wait`, waits until the server is drained or has ended. Otherwise the result has the
     server's first answer.
@@ -77,7 +78,7 @@ def drain_server(
                 most = max(most, left)
                 if progress:
                     progress(most - left, most)
-        except UnreachableError:
+        except NotConnected:
             if request.mode != DrainMode.DRAIN_MODE_END:
                 raise
     return Drained(last, ended=wait and mode == "end" and _wait_for_end(endpoint, epoch))
@@ -90,9 +91,9 @@ def _wait_for_end(endpoint: Endpoint, epoch: int) -> bool:
         try:
             if ask_status(endpoint, 1.0).epoch != epoch:
                 return True
-        except UnreachableError:
+        except NotConnected:
             return True
-        except AdminClientError:
+        except KVTierError:
             pass
         time.sleep(_POLL_SECONDS)
     return False

@@ -8,10 +8,11 @@ import json
 from collections.abc import Callable
 from typing import TypeVar
 
+from ...client.errors import KVTierError
 from ...protos.endpoint import EndpointError, client_endpoint
 from ...protos.v1.admin_pb2 import EvictRequest, EvictResponse
 from ..config.units import human_size, parse_duration, parse_size
-from .admin_client import AdminClientError, follow, plain_console, refuse_error
+from .admin_client import follow, plain_console, refuse_error
 from .console import EXIT_FAILURE, EXIT_USAGE, print_line, refuse
 from .progress import progress_bar
 from .tables import ResponsiveTable
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         return refuse([f"{error}"], EXIT_USAGE)
     try:
         result = _evict(options, request)
-    except (EndpointError, AdminClientError) as error:
+    except (EndpointError, KVTierError) as error:
         return refuse_error(error)
     if result is None:
         return EXIT_FAILURE

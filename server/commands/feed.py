@@ -7,23 +7,16 @@ from typing import Any, Protocol
 
 import grpc
 
+from ...client.errors import KVTierError, NotConnected, error_from_call
+from ...client.transport.sync_transport import ServiceTransport
 from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import GetStatusRequest, ListHandoffsRequest
-from ...protos.v1.admin_pb2_grpc import AdminServiceStub
 from ..telemetry import status
-from .admin_client import UnreachableError, error_of
+from .admin_client import error_of
 from .handoffs import values as handoff_values
 from .rates import Values, rates
 
-__all__ = ["FEED_OPTIONS", "FeedTarget", "StatusFeed"]
-
-FEED_OPTIONS = (
-    ("grpc.enable_http_proxy", 0),
-    # After a restart of the server, its figures are shown within a second.
-    ("grpc.initial_reconnect_backoff_ms", 500),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-)
-"""Options of the channel of a feed."""
+__all__ = ["FeedTarget", "StatusFeed"]
 
 
 class FeedTarget(Protocol):
@@ -42,8 +35,8 @@ class FeedTarget(Protocol):
 class StatusFeed:
     """Calls of one server that do not block: at most one status and one list of holds at a time."""
 
-    def __init__(self, channel: grpc.Channel, endpoint: Endpoint, timeout: float) -> None:
-        self._stub = AdminServiceStub(channel)
+    def __init__(self, server: ServiceTransport, endpoint: Endpoint, timeout: float) -> None:
+        self._server = server
         self._endpoint = endpoint
         self._timeout = timeout
         self._calls: dict[str, tuple[float, Any]] = {}
@@ -54,10 +47,10 @@ class StatusFeed:
     def ask(self, *, holds: bool) -> None:
         """Starts the calls that are not running."""
         if "status" not in self._calls:
-            call = self._stub.GetStatus.future(GetStatusRequest(), timeout=self._timeout)
+            call = self._server.start("AdminService/GetStatus", GetStatusRequest(), self._timeout)
             self._calls["status"] = time.monotonic(), call
         if holds and "holds" not in self._calls:
-            call = self._stub.ListHandoffs.future(ListHandoffsRequest(), timeout=self._timeout)
+            call = self._server.start("AdminService/ListHandoffs", ListHandoffsRequest(), self._timeout)
             self._calls["holds"] = time.monotonic(), call
 
     @property
@@ -72,7 +65,7 @@ class StatusFeed:
     def take(self, target: FeedTarget) -> bool:
         """Passes the answers of ended calls to the target; returns whether there were any.
 
-        Raises `AdminClientError` if the server refuses a call.
+        Raises `KVTierError` if the server refuses a call.
         """
         ended = [name for name, (_, call) in self._calls.items() if call.done()]
         for name in ended:
@@ -83,7 +76,7 @@ class StatusFeed:
                 else:
                     self._take_status(target, asked, status.values(call.result()))
             except grpc.RpcError as error:
-                self._take_error(target, error)
+                self._take_error(target, error_from_call(error))
         return bool(ended)
 
     def _take_status(self, target: FeedTarget, asked: float, answer: Values) -> None:
@@ -94,9 +87,9 @@ class StatusFeed:
             target.as_of = time.strftime("%H:%M:%S")
             self.samples += 1
 
-    def _take_error(self, target: FeedTarget, error: grpc.RpcError) -> None:
+    def _take_error(self, target: FeedTarget, error: KVTierError) -> None:
         problem = error_of(error, self._endpoint, self._timeout)
-        if not isinstance(problem, UnreachableError):
+        if not isinstance(problem, NotConnected):
             raise problem
         self._before = None
         target.problem = f"{problem}"

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-import grpc
 from rich.console import Console
 
+from ...client.errors import KVTierError
+from ...client.transport.sync_transport import ServiceTransport
 from ...protos.endpoint import Endpoint
-from .admin_client import AdminClientError, channel_to, plain_console
+from .admin_client import connect, plain_console
 from .console import EXIT_FAILURE, EXIT_UNREACHABLE, EXIT_USAGE, print_line, refuse
-from .feed import FEED_OPTIONS, StatusFeed
+from .feed import StatusFeed
 from .fleet_drain import drain_fleet
 from .fleet_servers import FleetError, Lookup, find_servers
 from .fleet_view import FleetScreen, fleet_values, server_row, servers_table, troubles_of
@@ -43,12 +44,12 @@ class _Server:
         self.as_of = ""
         self._name = f"{endpoint}"
         self._state = "waiting"
-        self._channel: grpc.Channel | None = None
+        self._connection: ServiceTransport | None = None
         self._feed: StatusFeed | None = None
         try:
-            self._channel = channel_to(endpoint, FEED_OPTIONS)
-            self._feed = StatusFeed(self._channel, endpoint, timeout)
-        except AdminClientError as error:  # the credentials cannot be used for this address
+            self._connection = connect(endpoint)
+            self._feed = StatusFeed(self._connection, endpoint, timeout)
+        except KVTierError as error:  # the credentials cannot be used for this address
             self._state, self.problem = "refused", f"{error}"
 
     def ask(self) -> None:
@@ -72,7 +73,7 @@ class _Server:
             taken = self._feed.take(self)
             if self.problem:
                 self._state, self.sample = "unreachable", None
-        except AdminClientError as error:
+        except KVTierError as error:
             self._state, self.problem, self.sample = "refused", f"{error}", None
             return True
         return taken
@@ -91,8 +92,8 @@ class _Server:
         return server_row(self._name, answer, self.rates, live=live, problem=problem)
 
     def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
+        if self._connection is not None:
+            self._connection.close()
 
 
 class Fleet:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ...client.errors import KVTierError
 from ...protos.endpoint import Endpoint
 from ..printable import printable
-from .admin_client import AdminClientError, ask_status
+from .admin_client import ask_status
 from .console import EXIT_FAILURE, print_line
 from .drain import FIGURES, Drained, drain_server, mode_of, outcome
 
@@ -45,7 +46,7 @@ class _Rollout:
             return self._row(endpoint, "skipped", "an earlier server failed")
         try:
             drained = self._drain(endpoint)
-        except (AdminClientError, _StepError) as error:
+        except (KVTierError, _StepError) as error:
             if not self._options.undo:
                 self._stopped.set()
             return self._row(endpoint, "failed", f"{error}")
@@ -57,7 +58,7 @@ class _Rollout:
         if limits.wait_engines and mode != "undo":
             try:
                 self._wait_for_engines(endpoint)
-            except (AdminClientError, _StepError) as error:
+            except (KVTierError, _StepError) as error:
                 if mode == "stay" or before.draining:
                     raise
                 raise _StepError(f"{error}; {self._undo(endpoint)}") from error
@@ -84,7 +85,7 @@ class _Rollout:
         """Undoes a drain that has failed; returns the state of the server in words."""
         try:
             return outcome("undo", drain_server(endpoint, "undo", self._options.timeout, wait=False))
-        except AdminClientError as error:
+        except KVTierError as error:
             return f"the server may still refuse new work, because undoing the drain failed: {error}"
 
     def _completed(self, drained: Drained, mode: str) -> Drained:
@@ -136,6 +137,6 @@ def _is_new(endpoint: Endpoint, epoch: int, timeout: float) -> bool:
     """Whether another server process accepts work at the address."""
     try:
         answer = ask_status(endpoint, timeout)
-    except AdminClientError:
+    except KVTierError:
         return False
     return answer.epoch != epoch and not answer.draining

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Iterable, Iterator
 
+from ...client.errors import KVTierError, NotConnected
 from ...protos.endpoint import EndpointError, client_endpoint
 from ...protos.v1 import admin_pb2
 from ...tiers.storage.fsck import Finding
@@ -15,7 +16,7 @@ from ..config.units import KIB, human_size, parse_size
 from ..printable import printable
 from ..tier_host import offline_fsck
 from ..tier_host.offline_fsck import TierReport
-from .admin_client import AdminClientError, UnreachableError, ask_status, follow
+from .admin_client import ask_status, follow
 from .config import load
 from .console import EXIT_CONFIG, EXIT_UNREACHABLE, EXIT_USAGE, complain, print_line, refuse
 from .progress import progress_bar
@@ -51,9 +52,9 @@ def _other_server(loaded: Loaded, timeout: float) -> Iterator[str]:
     endpoint = client_endpoint(None)
     try:
         tiers = ", ".join(tier.name for tier in ask_status(endpoint, timeout).tiers[1:]) or "none"
-    except UnreachableError:
+    except NotConnected:
         return
-    except AdminClientError as error:
+    except KVTierError as error:
         tiers = f"unknown ({error})"
     yield (
         f"a server runs at {endpoint} (tiers: {tiers}); without --config or --data-dir this command checks the default "
@@ -93,9 +94,9 @@ def _online(options: argparse.Namespace) -> int:
         _follow(options, reports)
     except (EndpointError, ValueError) as error:
         return refuse([f"{error}"], EXIT_USAGE)
-    except UnreachableError as error:
+    except NotConnected as error:
         return refuse([f"{error}"], EXIT_UNREACHABLE)
-    except AdminClientError as error:
+    except KVTierError as error:
         return refuse([f"{error}"], offline_fsck.EXIT_UNCHECKED)
     if options.json:
         print_line(offline_fsck.to_json(list(reports.values())))
@@ -110,7 +111,7 @@ def _online(options: argparse.Namespace) -> int:
 def _follow(options: argparse.Namespace, reports: dict[str, TierReport]) -> None:
     """Adds the reports of a running check to `reports`, and prints each finding as it arrives.
 
-    If the check ends early, the last report has an error. Raises `AdminClientError` if the server
+    If the check ends early, the last report has an error. Raises `KVTierError` if the server
     refuses the check or does not answer.
     """
     endpoint = client_endpoint(options.endpoint)
@@ -127,7 +128,7 @@ def _follow(options: argparse.Namespace, reports: dict[str, TierReport]) -> None
                     progress(report.blocks, step.total_blocks)
                 if not options.json:
                     _print_all(offline_fsck.finding_lines(report.name, found))
-        except AdminClientError as error:
+        except KVTierError as error:
             if report is None:
                 raise
             report.error = f"{error}"

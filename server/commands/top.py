@@ -15,12 +15,13 @@ from typing import Any
 
 from rich.console import Group
 
+from ...client.errors import KVTierError
 from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
 from ..config.units import human_age
 from ..telemetry import status
-from .admin_client import AdminClientError, ask_status, channel_to, plain_console, refuse_error
+from .admin_client import ask_status, connect, plain_console, refuse_error
 from .console import print_line
-from .feed import FEED_OPTIONS, StatusFeed
+from .feed import StatusFeed
 from .live_screen import run_screen, wants_screen
 from .rates import Values, rates
 from .top_screen import TopScreen
@@ -39,12 +40,12 @@ def run(options: argparse.Namespace) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             if wants_screen(console, options):
                 screen = TopScreen(console, f"{endpoint}")
-                with channel_to(endpoint, FEED_OPTIONS) as channel:
-                    run_screen(console, screen, StatusFeed(channel, endpoint, options.timeout), options)
+                with connect(endpoint) as server:
+                    run_screen(console, screen, StatusFeed(server, endpoint, options.timeout), options)
             else:
                 for sample in _samples(endpoint, options, count):
                     print_line(json.dumps(sample)) if options.json else console.print(_tables(sample, endpoint))
-    except (EndpointError, AdminClientError) as error:
+    except (EndpointError, KVTierError) as error:
         return refuse_error(error)
     return 0
 

@@ -60,7 +60,7 @@ class CheckContext:
     error: str
     """Error text of the status call; empty if the call succeeded."""
     reason: str
-    """`reason` of the status call's `AdminClientError`; empty without error or without a server."""
+    """`reason` of the status call's `KVTierError`; empty without error or without a server."""
     protocol_versions: tuple[int, ...]
     """Protocol versions of the server; empty if it did not answer."""
     server_version: str

@@ -32,10 +32,9 @@ from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
 from .messages import MessageEncoder
 from .reader_process import ReaderProcess
-from .tier_blocks import TierBlocks, pause
 from .topic import Topic
 from .topic_owners import MAX_ADDRESSES, TopicOwners
-from .watch import EventWatch, WatchPhase
+from .watch import EventWatch, TierBlocks, WatchPhase, pause
 
 __all__ = ["EventPublisher", "topic_of"]
 

@@ -1,4 +1,6 @@
-"""Reader of the core's event log: a replay if necessary, then the events as they are recorded.
+"""Reader of the core's event log, and the changes of each medium that follow.
+
+The reader gets a replay if necessary, then the events as they are recorded.
 
 Readers share the event loop with all calls, so a reader asks for a turn before each slice. A reader
 that processes its steps slowly costs the server nothing: it has one cursor, and if the log drops
@@ -11,15 +13,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from ...client.events.known_blocks import KnownBlocks
 from ...tiers.base import NamespaceId
-from ...tiers.core.event_log import BlockEvent, EventsLost
+from ...tiers.core.event_log import BlockEvent, EventKind, EventsLost
 from ...tiers.core.event_replay import EventReplay
 from ..runtime import TierRuntime
+from .messages import PublishedEvent
 
-__all__ = ["EventWatch", "WatchPhase", "WatchStep"]
+__all__ = ["EventWatch", "TierBlocks", "WatchPhase", "WatchStep", "pause"]
 
 _SLICE = 1024
 """Keys per slice: about 1 ms."""
@@ -28,6 +32,8 @@ _GATHER_SECONDS = 0.01
 _IDLE_SECONDS = 1.0
 """Without events, a reader tests this often whether it may continue."""
 _STALLED_SECONDS = 2.0
+_PAUSE_SECONDS = 0.001
+"""Pause after each slice, so that publishing takes at most half of the event loop's time."""
 _MAX_SKIPPED = 1024
 """After this many events of other namespaces, a reader gets a step with a new cursor only."""
 
@@ -140,3 +146,45 @@ class EventWatch:
 def _give_up(replay: EventReplay, lock: contextlib.ExitStack) -> None:
     replay.abandon()
     lock.close()
+
+
+async def pause() -> None:
+    await asyncio.sleep(_PAUSE_SECONDS)
+
+
+class TierBlocks:
+    """Changes of each medium that follow from the steps of a reader, with pauses between slices."""
+
+    def __init__(self, media: Sequence[str]) -> None:
+        """`media`: medium of each tier."""
+        self._media = media
+        self._known = KnownBlocks[tuple[NamespaceId, str]]()
+        """A group is a medium of a namespace."""
+
+    async def apply(self, step: WatchStep) -> AsyncIterator[tuple[NamespaceId, PublishedEvent]]:
+        """Yields the changes of a step."""
+        if step.phase is WatchPhase.BEGIN:
+            for _ in self._known.begin_replay():
+                await pause()
+        for event in step.events:
+            medium = self._media[event.tier]
+            group = (event.namespace, medium)
+            if event.kind is EventKind.STORED:
+                yield group[0], PublishedEvent(True, medium, self._known.store(group, event.tier, event.keys))
+            elif event.kind is EventKind.REMOVED:
+                yield group[0], PublishedEvent(False, medium, self._known.remove(group, event.tier, event.keys))
+            else:
+                for keys in self._known.clear(group, event.tier):
+                    yield group[0], PublishedEvent(False, medium, keys)
+                    await pause()
+        if step.phase is WatchPhase.END:
+            for (namespace, medium), keys in self._known.end_replay():
+                yield namespace, PublishedEvent(False, medium, keys)
+                await pause()
+
+    async def all(self, namespace: NamespaceId, *, is_stored: bool) -> AsyncIterator[PublishedEvent]:
+        """Yields all blocks of a namespace, each once per medium. Meanwhile, call nothing else."""
+        for medium in dict.fromkeys(self._media):
+            for keys in self._known.all((namespace, medium)):
+                yield PublishedEvent(is_stored, medium, keys)
+                await pause()

@@ -14,17 +14,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
+from ...client.effects import Call, Connect, Effect
+from ...client.errors import KVTierError, LimitExceeded, ServerError, SessionLost, error_from_call
+from ...client.operations.lookups import LookupOperations
+from ...client.results import KeyStatus, LookupResult, TierFilter
+from ...client.session.connection import PROTOCOL_VERSION
+from ...client.session.session import ClientSession
+from ...client.timeouts import Timeouts
+from ...client.transport.aio_transport import AsyncServiceTransport, run_operation
+from ...client.transport.grpc_methods import LOCATE, SERVICE_OPTIONS
 from ...protos.credentials import Credentials
 from ...protos.endpoint import Endpoint
-from ...protos.error_reasons import reason_of
-from ...protos.v1 import cache_pb2, cache_pb2_grpc, common_pb2, session_pb2, session_pb2_grpc, transfer_pb2
+from ...protos.v1 import cache_pb2, common_pb2, session_pb2, transfer_pb2
 from ...tiers.base import NamespaceId
-from ...tiers.types import KeyStatus
-from .pull import PullConnections
+from .pull import PeerStreams
 
-__all__ = ["LEASE_SECONDS", "PeerError", "PeerLease", "PeerLink"]
+__all__ = ["LEASE_SECONDS", "PeerLease", "PeerLink"]
 
 LEASE_SECONDS = 60.0
 """Duration of a lease. This server releases it as soon as it has pulled the blocks."""
@@ -34,7 +41,8 @@ _LOCATE_SECONDS = 0.05
 _HEARTBEAT_SECONDS = 0.1
 """Minimum time between two messages of a session that are read: a hostile server could send them
 without end."""
-_RELEASE_SECONDS = 5.0
+_CALL_SECONDS = 5.0
+"""Time limit of a call for which no search waits."""
 _MAX_RELEASES = 256
 """Limit of the leases that are being released at a server that does not answer. Further ones end at
 their time."""
@@ -43,24 +51,12 @@ _MAX_SESSIONS = 128
 """Limit of the sessions of a link. Each one takes a stream of the connection, which has 256."""
 _WAIT_PART = 0.8
 """Part of the time of a search that the other server may spend to promote the blocks."""
-_SESSION_LOST = ("UNKNOWN_SESSION", "STALE_EPOCH")
+_ASKED_HERE = TierFilter(remote=True)
+"""This server can ask shared tiers itself."""
 _CHANNEL_OPTIONS = (
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # tenants must not share a connection and its streams
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 500),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    *SERVICE_OPTIONS,
     ("grpc.max_receive_message_length", 1 << 20),  # a lookup's answer has up to 6 bytes per key
 )
-
-
-class PeerError(Exception):
-    """A search failed. `refused`: the other server has answered, and refused the call."""
-
-    def __init__(self, text: str, *, refused: bool) -> None:
-        super().__init__(text)
-        self.refused = refused
 
 
 @dataclass(slots=True, eq=False)
@@ -68,56 +64,70 @@ class PeerLease:
     """Lease of located blocks at another server: for each key its position in the lease."""
 
     link: PeerLink
-    sessions: _Sessions
+    sessions: _NamespaceSessions
     id: int
     items: dict[bytes, int]
     left: int = 0
     """Number of blocks that are neither pulled nor given up."""
 
     @property
-    def connections(self) -> Sequence[PullConnections]:
+    def streams(self) -> Sequence[PeerStreams]:
         """One object per rank."""
-        return self.sessions.connections
+        return self.sessions.ranks
 
 
-@dataclass(slots=True, eq=False)
-class _Sessions:
-    """The sessions of all ranks in one namespace. `used_at` is the time of the last search."""
+class _NamespaceSessions:
+    """The sessions of all ranks in one namespace, and the transport of their lookups.
 
-    refs: list[common_pb2.SessionRef]
-    streams: list[Any]
-    connections: list[PullConnections]
-    used_at: float
+    All are of one engine, so they share leases.
+    """
+
+    def __init__(self, link: PeerLink, ranks: Sequence[PeerStreams], heartbeats: Sequence[Any]) -> None:
+        self.ranks = ranks
+        self.used_at = asyncio.get_running_loop().time()
+        """Time of the last search."""
+        self.operations = LookupOperations(Timeouts(call=LEASE_SECONDS), self)
+        self._link = link
+        self._heartbeats = heartbeats
+        self._closed = False
 
     @property
     def has_ended(self) -> bool:
-        return any(stream.done() for stream in self.streams)
+        return self._closed or any(stream.done() for stream in self._heartbeats)
+
+    @property
+    def session(self) -> ClientSession:
+        return self.ranks[0].session
+
+    async def perform(self, effect: Effect) -> Any:
+        return self.session if isinstance(effect, Connect) else await self._link.transport.perform(effect)
+
+    def invalidate(self, session: ClientSession) -> None:
+        self.close()
+
+    def withdraw(self, session: ClientSession, grant_id: int) -> None:
+        request = cache_pb2.WithdrawGrantsRequest(session=session.ref, grant_ids=[grant_id])
+        self._link.start(self, "CacheService/WithdrawGrants", request)
 
     def close(self) -> None:
-        for stream in self.streams:
+        self._closed = True
+        for stream in self._heartbeats:
             stream.cancel()
-        for connections in self.connections:
-            connections.close()
+        for streams in self.ranks:
+            streams.close()
 
 
 class PeerLink:
     """The sessions of one tenant, and their connection."""
 
     def __init__(self, endpoint: Endpoint, credentials: Credentials, engine_id: str) -> None:
-        """`engine_id`: id of this server as a client. Raises CredentialsError."""
+        """`engine_id`: id of this server as a client. Raises `InvalidRequest`."""
         self.name = str(endpoint)
+        self.transport = AsyncServiceTransport(endpoint, credentials, _CHANNEL_OPTIONS)
         self._endpoint = endpoint
         self._credentials = credentials
         self._engine_id = engine_id
-        self._channel = credentials.aio_channel(endpoint, _CHANNEL_OPTIONS)
-        self._session = session_pb2_grpc.SessionServiceStub(self._channel)
-        self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
-        self._locate = self._channel.unary_unary(
-            "/kvtier.v1.TransferService/Locate",
-            transfer_pb2.LocateRequest.SerializeToString,
-            transfer_pb2.LocateResponse.FromString,
-        )
-        self._opened: dict[NamespaceId, _Sessions] = {}
+        self._opened: dict[NamespaceId, _NamespaceSessions] = {}
         self._opening = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._releases = 0
@@ -133,33 +143,36 @@ class PeerLink:
     ) -> PeerLease | None:
         """Leases those of the blocks that the other server has; None if it has none.
 
-        With `prefix` the search ends at the first block that it lacks. Raises PeerError. At the
-        time `until` of the event loop, the caller ends the search by `asyncio.timeout_at`.
+        With `prefix` the search ends at the first block that it lacks. At the time `until` of the
+        event loop, the caller ends the search by `asyncio.timeout_at`. Raises `KVTierError`, with a
+        `reason` if the other server has answered, and refused the call.
         """
         try:
-            try:
-                return await self._search(namespace, description, keys, prefix=prefix, until=until)
-            except grpc.aio.AioRpcError as error:
-                if reason_of(error.trailing_metadata()) not in _SESSION_LOST:
-                    raise
-            # The other server was restarted.
             return await self._search(namespace, description, keys, prefix=prefix, until=until)
-        except grpc.aio.AioRpcError as error:
-            reason = reason_of(error.trailing_metadata())
-            raise PeerError(f"{reason or error.code().name}: {error.details()}", refused=reason is not None) from None
+        except SessionLost as error:
+            if not error.reason:
+                raise
+        # The other server was restarted.
+        return await self._search(namespace, description, keys, prefix=prefix, until=until)
 
     async def confirm(self, lease: PeerLease) -> bool:
         """Returns whether a lease is still valid, so that the pulled bytes can be used."""
-        request = cache_pb2.CompleteLoadRequest(session=lease.sessions.refs[0], lease_id=lease.id)
+        request = cache_pb2.CompleteLoadRequest(session=lease.sessions.session.ref, lease_id=lease.id)
         try:
-            await self._cache.CompleteLoad(request)
-        except grpc.aio.AioRpcError:
+            await self.transport.perform(Call("CacheService/CompleteLoad", request, _CALL_SECONDS))
+        except KVTierError:
             return False
         return True
 
     def release(self, lease: PeerLease) -> None:
         """Starts to release a lease. If that fails, the lease ends with its session or its time."""
-        self._start_release(lease.sessions, lease.id)
+        self._release(lease.sessions, lease.id)
+
+    def start(self, sessions: _NamespaceSessions, method: str, request: Message) -> None:
+        """Starts a call that ends a lease, unless too many are running."""
+        if not sessions.has_ended and self._releases < _MAX_RELEASES:
+            self._releases += 1
+            self._spawn(self._end_lease(method, request))
 
     def end_idle_sessions(self, now: float) -> bool:
         """Ends sessions that were not used for a minute; returns whether no session is left."""
@@ -174,7 +187,7 @@ class PeerLink:
             self._drop(namespace)
         for task in self._tasks:
             task.cancel()
-        await self._channel.close()
+        await self.transport.close()
 
     async def _search(
         self,
@@ -187,39 +200,45 @@ class PeerLink:
     ) -> PeerLease | None:
         sessions = await self._sessions_of(namespace, description)
         sessions.used_at = asyncio.get_running_loop().time()
-        request = cache_pb2.LookupRequest(
-            session=sessions.refs[0],
-            mode=cache_pb2.LOOKUP_MODE_PREFIX if prefix else cache_pb2.LOOKUP_MODE_EACH,
-            lease_duration=_duration(LEASE_SECONDS),
-            wait=_duration(max(0.0, until - sessions.used_at) * _WAIT_PART),
-            exclude=cache_pb2.TierFilter(remote=True),  # this server can ask shared tiers itself
-        )
-        if len({len(key) for key in keys}) == 1:
-            request.packed_keys.keys, request.packed_keys.key_bytes = b"".join(keys), len(keys[0])
-        else:
-            request.keys.extend(keys)
-        try:
-            answer = await self._cache.Lookup(request)
-        except grpc.aio.AioRpcError as error:
-            is_lost = reason_of(error.trailing_metadata()) in (None, *_SESSION_LOST)
-            # Another search may have replaced them.
-            if is_lost and self._opened.get(namespace) is sessions:
-                self._drop(namespace)
-            raise
-        if len(answer.statuses) != len(keys):
-            raise PeerError(f"the answer has {len(answer.statuses)} statuses for {len(keys)} keys", refused=False)
+        found = await self._look_up(namespace, sessions, keys, prefix=prefix, until=until)
+        if len(found.statuses) != len(keys):
+            raise ServerError(f"the answer has {len(found.statuses)} statuses for {len(keys)} keys")
         items = {
             key: item
-            for item, (key, status) in enumerate(zip(keys, answer.statuses, strict=True))
-            if status == KeyStatus.HIT and (not prefix or item < answer.prefix_hits)
+            for item, (key, status) in enumerate(zip(keys, found.statuses, strict=True))
+            if status == KeyStatus.HIT and (not prefix or item < found.prefix_hits)
         }
         if items:
-            return PeerLease(self, sessions, answer.lease_id, items)
-        if answer.lease_id:
-            self._start_release(sessions, answer.lease_id)
+            return PeerLease(self, sessions, found.id, items)
+        if found.id:
+            self._release(sessions, found.id)
         return None
 
-    async def _sessions_of(self, namespace: NamespaceId, description: common_pb2.Namespace) -> _Sessions:
+    async def _look_up(
+        self,
+        namespace: NamespaceId,
+        sessions: _NamespaceSessions,
+        keys: Sequence[bytes],
+        *,
+        prefix: bool,
+        until: float,
+    ) -> LookupResult:
+        """Raises `KVTierError`. Ends the sessions if the failure may be theirs."""
+        wait = max(0.0, until - sessions.used_at) * _WAIT_PART
+        lookup = sessions.operations.lookup(
+            keys, request_id="", wait=wait, prefix=prefix, lease=LEASE_SECONDS, exclude=_ASKED_HERE
+        )
+        try:
+            return await run_operation(sessions, lookup)
+        except KVTierError as error:
+            # Another search may have replaced them.
+            if (not error.reason or sessions.has_ended) and self._opened.get(namespace) is sessions:
+                self._drop(namespace)
+            raise
+        except ValueError as error:
+            raise ServerError(f"the answer is invalid: {error}") from error
+
+    async def _sessions_of(self, namespace: NamespaceId, description: common_pb2.Namespace) -> _NamespaceSessions:
         """Returns the sessions in a namespace. Opens them once for all searches."""
         sessions = self._opened.get(namespace)
         if sessions is not None and not sessions.has_ended:
@@ -235,26 +254,27 @@ class PeerLink:
     def _make_room(self, ranks: int) -> None:
         """Ends the sessions of namespaces that were not used for the longest time.
 
-        Raises PeerError if one namespace needs too many.
+        Raises `LimitExceeded` if one namespace needs too many.
         """
         if ranks > _MAX_SESSIONS:
-            raise PeerError(f"{ranks} ranks are too many; at most {_MAX_SESSIONS} can be loaded", refused=True)
+            text = f"{ranks} ranks are too many; at most {_MAX_SESSIONS} can be loaded"
+            raise LimitExceeded(text, "LIMIT_EXCEEDED")
         by_use = sorted(self._opened, key=lambda each: self._opened[each].used_at)
-        used = sum(len(each.refs) for each in self._opened.values())
+        used = sum(len(each.ranks) for each in self._opened.values())
         for namespace in by_use:
             if used + ranks <= _MAX_SESSIONS:
                 return
-            used -= len(self._opened[namespace].refs)
+            used -= len(self._opened[namespace].ranks)
             self._drop(namespace)
 
-    async def _open(self, description: common_pb2.Namespace) -> _Sessions:
-        """Opens one session per rank, all of one engine, which therefore share the lease."""
+    async def _open(self, description: common_pb2.Namespace) -> _NamespaceSessions:
+        """Opens one session per rank. Raises `KVTierError`."""
         refs: list[common_pb2.SessionRef] = []
-        streams: list[Any] = []
+        heartbeats: list[Any] = []
         try:
             for rank in range(description.world_size):
                 request = session_pb2.OpenRequest(
-                    protocol_version=1,
+                    protocol_version=PROTOCOL_VERSION,
                     client_name="kvtier server",
                     engine_id=self._engine_id,
                     rank=rank,
@@ -262,41 +282,38 @@ class PeerLink:
                     pid=os.getpid(),
                     transport="tcp",
                 )
-                stream = self._session.Open(request)
-                streams.append(stream)
-                refs.append(_session_in(await _first(stream)))
+                stream = self.transport.stream("SessionService/Open", request)
+                heartbeats.append(stream)
+                refs.append(await _session_of(stream))
                 self._spawn(_read_heartbeats(stream))
-            endpoint = self._endpoint
-            address = (endpoint.host, await self._socket_port(refs[0]))
-            name = self._credentials.tls_name(endpoint)
-            connections = [PullConnections(address, ref, self._credentials, name) for ref in refs]
+            address = (self._endpoint.host, await self._socket_port(refs[0]))
         except BaseException:
-            for stream in streams:
+            for stream in heartbeats:
                 stream.cancel()
             raise
-        return _Sessions(refs, streams, connections, asyncio.get_running_loop().time())
+        name = self._credentials.tls_name(self._endpoint)
+        ranks = [PeerStreams(address, ref, self._credentials, name) for ref in refs]
+        return _NamespaceSessions(self, ranks, heartbeats)
 
     async def _socket_port(self, ref: common_pb2.SessionRef) -> int:
         """Returns the port of the other server's bulk process, which the first call starts."""
         while True:
-            answer = await self._locate(transfer_pb2.LocateRequest(session=ref))
+            answer = await self.transport.perform(Call(LOCATE, transfer_pb2.LocateRequest(session=ref), LEASE_SECONDS))
             if answer.socket_port:
                 port = int(answer.socket_port)
                 if port >= 1 << 16:
-                    raise PeerError(f"the other server names the port {port}", refused=False)
+                    raise ServerError(f"the other server names the port {port}")
                 return port
             await asyncio.sleep(_LOCATE_SECONDS)
 
-    def _start_release(self, sessions: _Sessions, lease_id: int) -> None:
-        if not sessions.has_ended and self._releases < _MAX_RELEASES:
-            self._releases += 1
-            self._spawn(self._release(sessions, lease_id))
+    def _release(self, sessions: _NamespaceSessions, lease_id: int) -> None:
+        request = cache_pb2.ReleaseLeaseRequest(session=sessions.session.ref, lease_ids=[lease_id])
+        self.start(sessions, "CacheService/ReleaseLease", request)
 
-    async def _release(self, sessions: _Sessions, lease_id: int) -> None:
-        request = cache_pb2.ReleaseLeaseRequest(session=sessions.refs[0], lease_ids=[lease_id])
+    async def _end_lease(self, method: str, request: Message) -> None:
         try:
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                await self._cache.ReleaseLease(request, timeout=_RELEASE_SECONDS)
+            with contextlib.suppress(KVTierError):
+                await self.transport.perform(Call(method, request, _CALL_SECONDS))
         finally:
             self._releases -= 1
 
@@ -311,18 +328,16 @@ class PeerLink:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _first(stream: Any) -> session_pb2.OpenResponse:
-    """Returns the first response of a session. Raises PeerError, grpc.aio.AioRpcError."""
-    first = await stream.read()
+async def _session_of(stream: Any) -> common_pb2.SessionRef:
+    """Returns the session that a stream opens. Raises `KVTierError`."""
+    try:
+        first = await stream.read()
+    except grpc.aio.AioRpcError as error:
+        raise error_from_call(error) from None
     if not isinstance(first, session_pb2.OpenResponse):
-        raise PeerError("the session ended at once", refused=False)
-    return first
-
-
-def _session_in(first: session_pb2.OpenResponse) -> common_pb2.SessionRef:
-    """Returns the session. Raises PeerError if it does not fit into the socket protocol."""
+        raise ServerError("the session ended at once")
     if len(first.session.session_id) != _SESSION_ID_BYTES:
-        raise PeerError("the session has an invalid id", refused=False)
+        raise ServerError("the session has an invalid id")
     return first.session
 
 
@@ -331,9 +346,3 @@ async def _read_heartbeats(stream: Any) -> None:
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
         while await stream.read():  # noqa: ASYNC110 - it waits for messages; `grpc.aio.EOF` is false
             await asyncio.sleep(_HEARTBEAT_SECONDS)
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration

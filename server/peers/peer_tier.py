@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...client.errors import KVTierError, LeaseLost
 from ...tiers.base import BlockBytes, Entry, Medium, NamespaceId, OffloadPolicy, Outcome, SecondaryTier, Vote
 from ...tiers.core.shares import affordable
 from ...tiers.negotiation import RequestInfo
@@ -23,7 +24,7 @@ from ...tiers.types import tenant_of
 from ..config.peers import PEERS_TIER
 from ..telemetry.logs import get_logger
 from .link import LEASE_SECONDS, PeerLease
-from .pull import PullRefusedError, WrongBytesError
+from .pull import outcome_of
 
 __all__ = ["PeerTier"]
 
@@ -132,23 +133,23 @@ class PeerTier(SecondaryTier):
             return Outcome.FAILED
         deadline = time.monotonic() + self._deadline_seconds
         try:
-            for rank, connections in enumerate(lease.connections):
+            for rank, streams in enumerate(lease.streams):
                 parts = [block.parts[rank] for block in blocks]
                 items = [located.item for located in wanted]
-                connections.pull(lease.id, items, parts, deadline - time.monotonic())
+                streams.pull(lease.id, items, parts, deadline - time.monotonic())
             self._confirm(lease, deadline)
-        except WrongBytesError as error:
-            return self._failed(breaker, lease, error, Outcome.CORRUPT)
-        except PullRefusedError as error:
-            breaker.succeeded()
-            return self._failed(None, lease, error, Outcome.MISSING)
+        except KVTierError as error:
+            outcome = outcome_of(error)
+            if outcome is Outcome.MISSING:
+                breaker.succeeded()
+            return self._failed(None if outcome is Outcome.MISSING else breaker, lease, error, outcome)
         except Exception as error:  # noqa: BLE001 - the other server's bytes must not fail other loads of the job
             return self._failed(breaker, lease, error, Outcome.FAILED)
         breaker.succeeded()
         return Outcome.DONE
 
     def _confirm(self, lease: PeerLease, deadline: float) -> None:
-        """Raises PullRefusedError if the lease ended during the pull, TimeoutError."""
+        """Raises `LeaseLost` if the lease ended during the pull, TimeoutError."""
         assert self._loop is not None
         answer = asyncio.run_coroutine_threadsafe(lease.link.confirm(lease), self._loop)
         try:
@@ -157,7 +158,7 @@ class PeerTier(SecondaryTier):
             answer.cancel()
             raise
         if not confirmed:
-            raise PullRefusedError("the lease has ended")
+            raise LeaseLost("the lease has ended", "LEASE_NOT_FOUND")
 
     @staticmethod
     def _failed(breaker: CircuitBreaker | None, lease: PeerLease, error: Exception, outcome: Outcome) -> Outcome:

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from ...client.errors import KVTierError, LimitExceeded
 from ...protos.credentials import Credentials, CredentialsError
 from ...protos.endpoint import Endpoint
 from ...protos.peer_directory import PeerDirectory
@@ -29,7 +30,7 @@ from ..refused import Refused
 from ..rpc.slice_scheduler import SliceScheduler, slices_of
 from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
-from .link import PeerError, PeerLink
+from .link import PeerLink
 from .peer_tier import PeerTier
 
 __all__ = ["Located", "PeerSources", "peer_credentials"]
@@ -215,7 +216,7 @@ class PeerSources:
     def _failed(self, place: _Place, error: Exception) -> cache_pb2.SourceOutcome:
         """Records the failure of a search, and returns its outcome."""
         server = str(place[0])
-        if isinstance(error, PeerError) and error.refused:
+        if isinstance(error, KVTierError) and error.reason:
             self._breakers[place].succeeded()
             _log.warning("no blocks from another server", server=server, reason=f"{error}")
             return _REFUSED
@@ -223,7 +224,7 @@ class PeerSources:
         cause = f"blocks of the server {server} are not loaded: {str(error) or 'no answer in time'}"
         remedy = "check that this server runs, and peers.servers, TLS and firewalls; docs/peers.md"
         self._runtime.downgrades.report("peers", cause, remedy, subject=server, is_logged=False)
-        if isinstance(error, PeerError | TimeoutError | CredentialsError):
+        if isinstance(error, KVTierError | TimeoutError | CredentialsError):
             _log.warning("no blocks from another server", server=server, reason=f"{error}" or "no answer in time")
         else:
             _log.error("search at another server failed", server=server, exc_info=error)
@@ -284,11 +285,11 @@ class PeerSources:
         return keys[: self._tier.affordable(session.namespace.id, (_bytes_of(session, key) for key in keys))]
 
     async def _link_to(self, place: _Place) -> PeerLink:
-        """Returns the link of a tenant to a server. Raises PeerError if too many are in use."""
+        """Returns the link of a tenant to a server. Raises `KVTierError` if too many are in use."""
         if place not in self._links and len(self._links) >= _MAX_LINKS:
             idle = next((each for each in self._links if not self._searches[each]), None)
             if idle is None:
-                raise PeerError(f"{_MAX_LINKS} connections to other servers are in use", refused=True)
+                raise LimitExceeded(f"{_MAX_LINKS} connections to other servers are in use", "LIMIT_EXCEEDED")
             await self._drop(idle)
         link = self._links.pop(place, None) or PeerLink(place[0], self._credentials, self._engine_id)
         self._links[place] = link

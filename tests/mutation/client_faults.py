@@ -334,7 +334,7 @@ CLIENT_FAULTS = (
     Fault(
         "a stream over a socket has no deadline",
         "client/transport/socket_streams.py",
-        "                    connection.set_deadline(deadline - time.monotonic(), _STALL_SECONDS)\n",
+        "                    connection.set_deadline(deadline - time.monotonic(), stall_seconds)\n",
         "",
     ),
     Fault(
@@ -413,8 +413,8 @@ CLIENT_FAULTS = (
     Fault(
         "a replay does not remove what is gone",
         "client/events/follower.py",
-        "                self._remove(self._unconfirmed, place, list(left), changes)\n            self._unconfirmed.clear()",
-        "                pass\n            self._unconfirmed.clear()",
+        "            changes += _removed(self._known.end_replay())\n",
+        "            pass\n",
     ),
     Fault(
         "blocks of a server that is away stay known",

@@ -51,6 +51,7 @@ def test_reads(text: str, endpoint: Endpoint) -> None:
         ("[::x]:7070", "not an IPv6 address"),
         ("http://host:7070", "not a host"),
         ("a b:1", "not a host"),
+        ("\udcff:1", "not a host"),
         ("unix:", "does not name a socket"),
         ("unix:/run/", "does not name a socket"),
         ("unix://run/kvtier.sock", "unix:///PATH"),

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvtier.client import StoreStatus
 from kvtier.client.errors import ERROR_OF
-from kvtier.client.results import DurableStatus, KeyStatus
+from kvtier.protos import values
 from kvtier.protos.error_reasons import STATUS_OF
 from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2, errors_pb2, handoff_pb2
-from kvtier.tiers import base, types
+from kvtier.tiers import types
 from kvtier.tiers.errors import CoreError
 from kvtier.tiers.stats import request_log
 
@@ -32,21 +31,20 @@ def test_every_reason_has_its_status_and_its_exception() -> None:
 @pytest.mark.parametrize(
     ("ours", "wire"),
     [
-        (types.KeyStatus, common_pb2.KeyStatus),
-        (types.StoreStatus, common_pb2.StoreStatus),
-        (types.DurableStatus, common_pb2.DurableStatus),
-        (base.OffloadPolicy, cache_pb2.OffloadPolicy),
-        (KeyStatus, common_pb2.KeyStatus),
-        (StoreStatus, common_pb2.StoreStatus),
-        (DurableStatus, common_pb2.DurableStatus),
+        (values.KeyStatus, common_pb2.KeyStatus),
+        (values.StoreStatus, common_pb2.StoreStatus),
+        (values.DurableStatus, common_pb2.DurableStatus),
+        (values.OffloadPolicy, cache_pb2.OffloadPolicy),
+        (values.Medium, cache_pb2.TierMedium),
+        (values.HandoffDirection, handoff_pb2.HandoffDirection),
+        (values.PublishStatus, handoff_pb2.PublishStatus),
         (types.MissReason, admin_pb2.MissReason),
-        (types.PublishStatus, handoff_pb2.PublishStatus),
         (types.HoldEnd, admin_pb2.HoldEnd),
         (request_log.ClaimOutcome, admin_pb2.ClaimOutcome),
     ],
 )
 def test_numbers_agree_with_the_wire(ours: Any, wire: Any) -> None:
-    """The enums of tiers and client have the names and numbers of the wire contract."""
+    """The enums have the names and numbers of the wire contract."""
     prefixed = {name: number for name, number in wire.items() if number}
     length = len(next(iter(prefixed))) - len(
         max((m.name for m in ours if next(iter(prefixed)).endswith(m.name)), key=len)

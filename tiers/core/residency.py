@@ -34,7 +34,7 @@ class ResidencyIndex:
         """Returns the positions of the tiers that a filter names. Raises InvalidItem."""
         if not tiers:
             return frozenset()
-        unknown = tiers.names - {secondary.tier.name for secondary in self._secondaries}
+        unknown = set(tiers.names) - {secondary.tier.name for secondary in self._secondaries}
         if unknown:
             names = ", ".join(secondary.tier.name for secondary in self._secondaries) or "none"
             raise InvalidItem(f"cannot exclude tier {min(unknown)!r}: unknown tier; the secondary tiers are: {names}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvtier.client.errors import NotConnected, error_from
 from kvtier.protos.credentials import Credentials, CredentialsError
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.server.commands.admin_client import error_of
@@ -39,24 +40,13 @@ SAID = (
 )
 
 
-class Failed(grpc.RpcError):
-    def __init__(self, details: str) -> None:
-        self._details = details
-
-    def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.UNAVAILABLE
-
-    def details(self) -> str:
-        return self._details
-
-    def trailing_metadata(self) -> None:
-        return None
-
-
 @pytest.mark.parametrize(("endpoint", "details", "wanted", "unwanted"), SAID)
 def test_errors_name_the_server_and_a_remedy(endpoint: str, details: str, wanted: str, unwanted: str) -> None:
     """The text is derived from the status and details of gRPC."""
-    text = f"{error_of(Failed(details), parse_endpoint(endpoint), 5)}"
+    failed = error_from(grpc.StatusCode.UNAVAILABLE, details, None)
+    error = error_of(failed, parse_endpoint(endpoint), 5)
+    text = f"{error}"
+    assert isinstance(error, NotConnected)
     assert wanted in text
     assert not unwanted or unwanted not in text
 
