@@ -295,7 +295,7 @@ def _reset_with_a_lease(client: Client) -> Any:
     """Uses the namespace before, during and after a reset that waits for the end of a lease."""
     _reset(client)
     keys, other, later = _stored(client, 2), _stored(client), _new_key()
-    client.flush([*keys, *other], wait=60)  # a block that is being written to a tier counts as in use
+    client.flush([*keys, *other], wait=60)  # else blocks in a write count as in use
     with client.lookup(keys) as lease:
         pending = client.reset()
         during = client.lookup(other).id, client.store([later], [BLOCK]), client.store(keys, [BLOCK] * 2)

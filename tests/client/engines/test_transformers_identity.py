@@ -472,7 +472,11 @@ def test_functions_with_equal_names_and_other_code_are_distinguished(one: Any, o
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(torch, "__version__"), (model_identity.transformers, "__version__"), (torch.backends.cpu, "get_cpu_capability")],
+    [
+        (torch, "__version__"),
+        (vars(model_identity)["transformers"], "__version__"),
+        (torch.backends.cpu, "get_cpu_capability"),
+    ],
 )
 def test_another_version_or_processor_has_another_namespace(
     module: Any, name: str, monkeypatch: pytest.MonkeyPatch
