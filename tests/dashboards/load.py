@@ -79,7 +79,16 @@ def engine(endpoint: str, tenant: str, transport: Literal["shm", "grpc"], stop: 
             client.load(earlier, filled(BATCH, PART), wait=1)
             client.lookup([key_of(-1), key_of(-2)]).release()
             hand_over(client, name, step, keys)
+            wait_for_room(client, step)
             step += 1
+
+
+def wait_for_room(client: Client, step: int) -> None:
+    """Looks up blocks while a lease pins as much as the leases of the tenant `acme` may pin."""
+    latest = [key_of(number) for number in range(max(0, step - 7) * BATCH, (step + 1) * BATCH)]
+    earlier = [key_of(number) for number in range(max(0, step - 9) * BATCH, max(0, step - 7) * BATCH)]
+    with client.lookup(latest, prefix=False):
+        client.lookup(earlier, wait=STEP_SECONDS).release()
 
 
 def hand_over(client: Client, name: str, step: int, keys: list[bytes]) -> None:
