@@ -31,6 +31,7 @@ from kvtier.client.errors import DeadlineExceeded, InvalidRequest, LimitExceeded
 from kvtier.client.session import socket_calls
 from kvtier.client.session.socket_calls import MAX_IDLE
 from kvtier.client.timeouts import Timeouts
+from kvtier.client.transport.grpc_methods import RESPONSES
 from kvtier.protos.v1 import cache_pb2, common_pb2
 from kvtier.protos.wire.socket_frames import STATUS_OF_CODE, FrameKind, Hello, Purpose, pack_call
 from kvtier.server.rpc.slice_scheduler import SliceScheduler
@@ -381,7 +382,7 @@ def test_calls_to_a_hanging_server_end_at_their_deadline(tmp_path: Path) -> None
         timeouts = Timeouts(call=1.0)
         with Client(server.endpoint, namespace=NAMESPACE, timeouts=timeouts, transport="shm") as client:
             client.wait_until_connected(60)
-            client._transport._calls.clear()  # type: ignore[attr-defined]  # a call over gRPC raises a KeyError
+            client._transport._calls = {}  # type: ignore[attr-defined]  # a call over gRPC raises a KeyError
             server.suspend()
             for _ in range(3):
                 began = time.monotonic()
@@ -406,7 +407,7 @@ def test_grpc_gets_the_time_that_is_left(tmp_path: Path, monkeypatch: pytest.Mon
         client.wait_until_connected(60)
         transport: Any = client._transport
         transport.session.calls._idle.pop().close()
-        transport._calls = dict.fromkeys(transport._calls, refuse)
+        transport._calls = dict.fromkeys(RESPONSES, refuse)
         monkeypatch.setattr(socket_calls, "_CONNECT_SECONDS", 0.5)
         server.suspend()
         with pytest.raises(NotConnected):
@@ -476,13 +477,13 @@ def test_local_calls_use_the_socket_and_are_counted(tmp_path: Path) -> None:
     with ServerProcess(tmp_path).start() as server:
         with Client(server.endpoint, namespace=NAMESPACE, transport="shm") as client:
             client.wait_until_connected(60)
-            client._transport._calls.clear()  # type: ignore[attr-defined]
+            client._transport._calls = {}  # type: ignore[attr-defined]
             client.store(KEYS, [payload(key, PART) for key in KEYS])
             assert_serves(client, KEYS)
             assert client.status().tiers
         with Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
             client.wait_until_connected(60)
-            client._transport._calls.clear()  # type: ignore[attr-defined]
+            client._transport._calls = {}  # type: ignore[attr-defined]
             with pytest.raises(KeyError):
                 client.lookup(KEYS)
 
