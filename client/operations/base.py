@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, count
 from operator import itemgetter
@@ -22,12 +24,31 @@ from ..session.session import ClientSession
 from ..staging import StagingPool
 from ..timeouts import Timeouts, check_seconds
 
-__all__ = ["Base", "SessionOperations", "as_json", "consecutive", "duration", "key_fields", "member", "message"]
+__all__ = [
+    "Base",
+    "Grant",
+    "SessionOperations",
+    "as_json",
+    "consecutive",
+    "duration",
+    "key_fields",
+    "member",
+    "message",
+]
 
 
 _MAX_SECONDS = 2.0**60
 """Longest time that a request can have. The server shortens times to its limits."""
 _group_of: Callable[[bytes], bytes] = itemgetter(slice(-4, None))
+
+
+@dataclass
+class Grant:
+    """A lease or store that a call may have got. The client chooses the id, per session."""
+
+    id: int
+    session: ClientSession | None = None
+    """Session of the call; None before the call."""
 
 
 class SessionOperations:
@@ -74,6 +95,21 @@ class SessionOperations:
     def _new_grant(self) -> int:
         """Returns an id for the lease or store of a call, unique within the session."""
         return next(self._grant_ids)
+
+    @contextlib.contextmanager
+    def _owning(self, grant: Grant) -> Iterator[None]:
+        """Ends a grant in the background if the caller is interrupted while it owns the grant.
+
+        An interruption can come after any bytecode, also between the answer and the next `try`.
+        """
+        try:
+            yield
+        except (Exception, GeneratorExit):
+            raise
+        except BaseException:
+            if grant.session is not None:
+                self._withdraw(grant.session, grant.id)
+            raise
 
     def _call_granting(
         self, session: ClientSession, grant_id: int, method: str, request: Any, wait: float = 0.0

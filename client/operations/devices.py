@@ -13,7 +13,7 @@ from ..effects import Call, Connect, Copy, Operation
 from ..errors import DeadlineExceeded, DeviceUnavailable, InvalidRequest, KVTierError
 from ..results import LookupResult, StoreStatus
 from ..session.session import ClientSession
-from .base import message
+from .base import Grant, message
 from .lookups import LookupOperations, lease_id_of
 
 __all__ = ["DeviceOperations"]
@@ -59,49 +59,49 @@ class DeviceOperations(LookupOperations):
         session: ClientSession = yield Connect(self._timeouts.connect)
         registered = yield from self._register(session)
         event = yield from self._order(registered, after)
-        grant_id = self._new_grant()
-        answer = yield from self._prepare_store(session, keys, request_id, retain_for, grant_id)
-        if not answer.store_id:
+        grant = Grant(self._new_grant(), session)
+        with self._owning(grant):
+            answer = yield from self._prepare_store(session, keys, request_id, retain_for, grant.id)
+            if not answer.store_id:
+                return bytes(answer.statuses)
+            wanted = [number for number, status in enumerate(answer.statuses) if status == StoreStatus.GRANTED]
+            complete = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=answer.store_id)
+            try:
+                request = message(
+                    transfer_pb2.StoreFromDeviceRequest,
+                    session=session.ref,
+                    buffers_id=registered.id,
+                    store_id=answer.store_id,
+                    blocks=[blocks[number] for number in wanted],
+                    after=event,
+                    give_up_at_nanoseconds=self._give_up_at(),
+                )
+                yield from self._move(session, "TransferService/StoreFromDevice", request)
+            except BaseException as error:
+                # The server answers when its copies have ended. Until then it reads the blocks.
+                yield from self._give_back(session, grant.id, error, is_patient=True)
+                raise
+            yield from self._complete_store(session, complete, grant.id)
             return bytes(answer.statuses)
-        wanted = [number for number, status in enumerate(answer.statuses) if status == StoreStatus.GRANTED]
-        complete = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=answer.store_id)
-        try:
-            request = message(
-                transfer_pb2.StoreFromDeviceRequest,
-                session=session.ref,
-                buffers_id=registered.id,
-                store_id=answer.store_id,
-                blocks=[blocks[number] for number in wanted],
-                after=event,
-                give_up_at_nanoseconds=self._give_up_at(),
-            )
-            yield from self._move(session, "TransferService/StoreFromDevice", request)
-        except BaseException as error:
-            # The server responds when all its copies have ended. Until then it reads the blocks.
-            yield from self._give_back(session, grant_id, error, is_patient=True)
-            raise
-        yield from self._complete_store(session, complete, grant_id)
-        return bytes(answer.statuses)
 
     def load_to_device(
         self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str, wait: float, after: Mark | None
     ) -> Operation[int]:
         if len(keys) != len(blocks):
             raise InvalidRequest(f"{len(keys)} keys, but {len(blocks)} blocks")
-        grant_id = self._new_grant()
-        found = yield from self.lookup(
-            keys, request_id=request_id, wait=wait, prefix=True, lease=None, grant_id=grant_id
-        )
-        hits = found.prefix_hits
-        try:
-            if hits:
-                yield from self.read_to_device(found, range(hits), blocks[:hits], after=after)
-        except BaseException as error:
-            yield from self._give_back(found.session, grant_id, error)
-            raise
-        if found.id:
-            yield from self._ignore_errors(self._release_granted(found, grant_id))
-        return hits
+        grant = Grant(self._new_grant())
+        with self._owning(grant):
+            found = yield from self.lookup(keys, request_id=request_id, wait=wait, prefix=True, lease=None, grant=grant)
+            hits = found.prefix_hits
+            try:
+                if hits:
+                    yield from self.read_to_device(found, range(hits), blocks[:hits], after=after)
+            except BaseException as error:
+                yield from self._give_back(found.session, grant.id, error)
+                raise
+            if found.id:
+                yield from self._ignore_errors(self._release_granted(found, grant.id))
+            return hits
 
     def read_to_device(
         self, lease: LookupResult | int, items: Sequence[int], blocks: Sequence[int], *, after: Mark | None

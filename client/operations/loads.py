@@ -14,7 +14,7 @@ from ..errors import KVTierError, LeaseLost, NotConnected, ServerError
 from ..part_streams import ATTEMPTS, PartReceiver, is_retryable
 from ..results import LookupResult, ReadBatch
 from ..session.session import ClientSession
-from .base import Base, consecutive, message
+from .base import Base, Grant, consecutive, message
 from .lookups import LookupOperations, lease_id_of
 
 __all__ = ["LoadOperations", "Reading"]
@@ -81,29 +81,42 @@ class LoadOperations(LookupOperations, Base):
         destinations, sizes = self._addresses_and_sizes(keys, buffers, writable=True)
         attempt = 1
         while True:
-            grant_id = self._new_grant()
-            found = yield from self.lookup(
-                keys, request_id=request_id, wait=wait, prefix=True, lease=None, want_slots=True, grant_id=grant_id
-            )
-            if not found.prefix_hits:
-                if found.id:
-                    yield from self._release_granted(found, grant_id)
-                return 0
-            hits = found.prefix_hits
-            try:
-                if found.session.region is None:
-                    yield from self._load_by_stream(found, destinations[:hits], sizes[:hits])
-                else:
-                    yield from self._load_by_copy(found, destinations[:hits], sizes[:hits])
-            except _LeaseInDoubt:
-                if attempt == ATTEMPTS:
-                    raise
-                attempt += 1
-            except BaseException as error:
-                yield from self._give_back(found.session, grant_id, error)
-                raise
-            else:
-                return hits
+            grant = Grant(self._new_grant())
+            with self._owning(grant):
+                try:
+                    return (yield from self._load(keys, destinations, sizes, grant, request_id=request_id, wait=wait))
+                except _LeaseInDoubt:
+                    if attempt == ATTEMPTS:
+                        raise
+                    attempt += 1
+
+    def _load(
+        self,
+        keys: Sequence[bytes],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        grant: Grant,
+        *,
+        request_id: str,
+        wait: float,
+    ) -> Operation[int]:
+        found = yield from self.lookup(
+            keys, request_id=request_id, wait=wait, prefix=True, lease=None, want_slots=True, grant=grant
+        )
+        hits = found.prefix_hits
+        if not hits:
+            if found.id:
+                yield from self._release_granted(found, grant.id)
+            return 0
+        load = self._load_by_stream if found.session.region is None else self._load_by_copy
+        try:
+            yield from load(found, addresses[:hits], sizes[:hits])
+        except _LeaseInDoubt:
+            raise
+        except BaseException as error:
+            yield from self._give_back(found.session, grant.id, error)
+            raise
+        return hits
 
     def _load_by_copy(self, found: LookupResult, addresses: Sequence[int], sizes: Sequence[int]) -> Operation[None]:
         with ExitStack() as held:

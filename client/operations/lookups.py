@@ -22,7 +22,7 @@ from ..results import (
     TierVote,
 )
 from ..session.session import ClientSession
-from .base import SessionOperations, as_json, duration, key_fields, member, message
+from .base import Grant, SessionOperations, as_json, duration, key_fields, member, message
 
 __all__ = ["LookupOperations", "lease_id_of"]
 
@@ -84,13 +84,15 @@ class LookupOperations(SessionOperations):
         retain_for: float | None = None,
         source: str = "",
         want_slots: bool = False,
-        grant_id: int | None = None,
+        grant: Grant | None = None,
     ) -> Operation[LookupResult]:
         """`want_slots`: if the region is mapped, the result also has the slots of the hits.
 
-        `grant_id`: from `_new_grant`, if the caller ends the lease by it.
+        `grant`: set if the caller ends the lease by it; see `_owning`.
         """
         session: ClientSession = yield Connect(self._timeouts.connect)
+        if grant is not None:
+            grant.session = session
         request = message(
             cache_pb2.LookupRequest,
             session=session.ref,
@@ -104,7 +106,7 @@ class LookupOperations(SessionOperations):
             min_hits=min_hits,
             retain_for=duration("retain_for", retain_for),
             source=source,
-            grant_id=grant_id or self._new_grant(),
+            grant_id=grant.id if grant is not None else self._new_grant(),
         )
         answer = yield from self._call_granting(session, request.grant_id, "CacheService/Lookup", request, wait)
         return lookup_result(answer, request_id, keys, session)

@@ -17,7 +17,7 @@ from ..part_streams import ATTEMPTS, PartSender, is_retryable
 from ..results import StoreStatus, WriteBatch
 from ..session.session import ClientSession
 from ..transport.grpc_methods import LOCATE
-from .base import Base, consecutive, message
+from .base import Base, Grant, consecutive, message
 
 __all__ = ["StoreOperations", "Writing"]
 
@@ -31,7 +31,7 @@ class Writing:
 
     session: ClientSession
     store_id: int
-    grant_id: int
+    grant: Grant
     batch: WriteBatch
     keys: Sequence[bytes]
     request_id: str
@@ -63,14 +63,15 @@ class StoreOperations(Base):
         """
         session: ClientSession = yield Connect(self._timeouts.connect)
         held.enter_context(session.using())
-        grant_id = self._new_grant()
-        answer = yield from self._prepare_store(session, keys, request_id, retain_for, grant_id)
+        grant = Grant(self._new_grant(), session)
+        held.enter_context(self._owning(grant))
+        answer = yield from self._prepare_store(session, keys, request_id, retain_for, grant.id)
         try:
             batch = self._batch(held, session, keys, answer, staged=staged, sizes=sizes)
         except BaseException as error:  # for example, no memory for a staging buffer
-            yield from self._give_back(session, grant_id, error)
+            yield from self._give_back(session, grant.id, error)
             raise
-        return Writing(session, answer.store_id, grant_id, batch, keys, request_id, retain_for, batch.wanted)
+        return Writing(session, answer.store_id, grant, batch, keys, request_id, retain_for, batch.wanted)
 
     def _batch(
         self,
@@ -103,7 +104,7 @@ class StoreOperations(Base):
     def abort_write(self, writing: Writing, error: BaseException) -> Operation[None]:
         """Discards a store that failed with `error`. Raises no `KVTierError`."""
         if writing.store_id:
-            yield from self._give_back(writing.session, writing.grant_id, error)
+            yield from self._give_back(writing.session, writing.grant.id, error)
 
     def end_write(self, writing: Writing, *, sources: Sequence[int] | None = None) -> Operation[None]:
         """Sends the parts if no region is mapped, and completes the store.
@@ -145,7 +146,7 @@ class StoreOperations(Base):
             except BaseException as error:  # a cancellation must not leave the store open either
                 yield from self.abort_write(writing, error)
                 raise
-        yield from self._complete_store(session, request, writing.grant_id)
+        yield from self._complete_store(session, request, writing.grant.id)
 
     def _prepare_again(self, writing: Writing) -> Operation[list[int]]:
         """Begins another store for the blocks that the server lacks, after an unknown outcome.
@@ -158,9 +159,9 @@ class StoreOperations(Base):
         written = [number for number in range(len(writing.positions)) if number not in failed]
         positions = [writing.positions[number] for number in written]
         wanted = [writing.keys[position] for position in positions]
-        writing.grant_id = self._new_grant()
+        writing.grant.id = self._new_grant()
         answer = yield from self._prepare_store(
-            writing.session, wanted, writing.request_id, writing.retain_for, writing.grant_id
+            writing.session, wanted, writing.request_id, writing.retain_for, writing.grant.id
         )
         statuses = bytearray(writing.batch.statuses)
         kept = []

@@ -262,6 +262,39 @@ def _write_and_raise(client: Client, error: Exception) -> None:
         raise error
 
 
+@pytest.mark.parametrize("place", ["lookups.lookup_result", "loads.Reading", "stores.Writing", "stores.WriteBatch"])
+def test_an_interruption_between_two_steps_leaves_no_grant(
+    route: tuple[Route, str], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interruption comes after the server's answer, before the operation uses it."""
+    with Client(**options(route, PATIENT)) as client:
+        client.wait_until_connected(60)
+        client.store([STORED], [payload(STORED, MIB)])
+        buffers = filled(1, MIB)
+        interrupted = []
+
+        def interrupt(*_: object, **__: object) -> None:
+            interrupted.append(place)
+            raise KeyboardInterrupt
+
+        def write() -> None:
+            with client.write([NEW[1]]) as batch:
+                batch.views()[0][:] = payload(NEW[1], MIB)
+
+        calls = (
+            lambda: client.load([STORED], buffers),
+            lambda: client.store(NEW[:1], [payload(NEW[0], MIB)]),
+            write,
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(f"kvtier.client.operations.{place}", interrupt)
+            for call in calls:
+                with contextlib.suppress(KeyboardInterrupt):
+                    call()
+        assert interrupted or (place, route[1] != "shm") == ("loads.Reading", True)
+        route[0].server.wait_for(lambda status: (status.leases, status.stores) == (0, 0), 20)
+
+
 class _Alarm:
     """Raises KeyboardInterrupt in the main thread after some milliseconds."""
 
