@@ -25,6 +25,7 @@ from kvtier.protos.v1 import cache_pb2, common_pb2
 __all__ = ["busy_proxy", "busy_server"]
 
 CONFIG = """
+leases.part = 0.5
 tiers = [{type = "lmdb", size = "32MiB"}, {type = "disk", size = "64MiB"},
   {type = "harness.shared_tier:SharedDirectory", name = "common", size = "64MiB"}]
 [tenants.acme]
