@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -10,6 +9,7 @@ from typing import Any, ClassVar, Self, get_args
 
 from ...protos.credentials import Credentials
 from ...protos.endpoint import client_endpoint
+from ...protos.spelling import did_you_mean
 from ..session.connection import TransportName
 
 __all__ = ["ServerConfig", "check_number"]
@@ -54,8 +54,7 @@ class ServerConfig:
         known = [field.name for field in fields(cls)]
         for key in extra:
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}"
+                hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"
                 warn(f"kvtier: unknown key {key!r} in {cls.source} is ignored{hint}")
         values = {key: extra[key] for key in known if key in extra}
         values.setdefault("endpoint", os.environ.get("KVTIER_ENDPOINT") or None)

@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 
 from ...cuda.host.copy import HostBuffer, addresses_of
 from ...cuda.host.pinning import Pin
+from ...protos.durations import duration_of
 from ...protos.v1 import cache_pb2, common_pb2
 from ..effects import Call, Connect, Operation, Transport
 from ..errors import InvalidRequest, KVTierError, ServerError, SessionLost, Unavailable
@@ -256,9 +257,7 @@ def duration(name: str, seconds: float | None) -> Duration | None:
     if seconds is None:
         return None
     check_seconds(name, seconds, _MAX_SECONDS)
-    duration = Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration
+    return duration_of(seconds)
 
 
 def consecutive(sizes: Sequence[int]) -> list[int]:

@@ -13,9 +13,9 @@ from rich.text import Text
 from ...client.effects import Call
 from ...client.errors import DeadlineExceeded, KVTierError, NotConnected, UnsupportedServer
 from ...client.transport.sync_transport import ServiceTransport
+from ...protos.durations import seconds_of
 from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
 from ...protos.v1.admin_pb2 import GetStatusRequest, GetStatusResponse
-from ..config.units import seconds_of
 from ..printable import printable
 from ..telemetry.status import enum_name
 from .console import EXIT_FAILURE, EXIT_UNREACHABLE, EXIT_USAGE, print_line, refuse

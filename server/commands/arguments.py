@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
+
+from ...protos.spelling import did_you_mean
 
 __all__ = ["DAY_SECONDS", "CommandParser", "add_connection", "add_endpoint", "count", "seconds"]
 
@@ -22,7 +23,9 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unknown argument {unknown[0]}{_hint(unknown[0], self._option_string_actions)}")
+            self.error(
+                f"unknown argument {unknown[0]}{did_you_mean(unknown[0].partition('=')[0], self._option_string_actions)}"
+            )
         return found, unknown
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -32,13 +35,8 @@ class CommandParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
-            hint = _hint(f"{value}", choices) or f"; choose from {', '.join(choices)}"
+            hint = did_you_mean(f"{value}", choices) or f"; choose from {', '.join(choices)}"
             raise argparse.ArgumentError(action, f"unknown choice {value!r}{hint}")
-
-
-def _hint(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word.partition("=")[0], list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _read(kind: Callable[[str], Number], text: str, wanted: str, valid: Callable[[Number], bool]) -> Number:

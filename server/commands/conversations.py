@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from ...protos.durations import duration_of, seconds_of
 from ...protos.endpoint import Endpoint
 from ...protos.v1.conversation_pb2 import (
     ActOnConversationRequest,
@@ -14,7 +15,7 @@ from ...protos.v1.conversation_pb2 import (
     ListConversationsRequest,
     ListConversationsResponse,
 )
-from ..config.units import human_age, human_size, parse_duration, seconds_of
+from ..config.units import human_age, human_size, parse_duration
 from .admin_client import ask, json_values, plain_console, show_answer
 from .console import EXIT_USAGE, refuse
 from .tables import ResponsiveTable
@@ -65,7 +66,7 @@ def _request(options: argparse.Namespace) -> tuple[str, Any]:
     )
     if options.duration is not None:
         try:
-            request.retain_for.FromNanoseconds(int(parse_duration(options.duration) * 1e9))
+            request.retain_for.CopyFrom(duration_of(parse_duration(options.duration)))
         except ValueError as error:
             raise ValueError(f"--for {options.duration}: {error}") from None
     elif options.action == "retain":

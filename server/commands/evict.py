@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ...client.errors import KVTierError
+from ...protos.durations import duration_of
 from ...protos.endpoint import EndpointError, client_endpoint
 from ...protos.v1.admin_pb2 import EvictRequest, EvictResponse
 from ..config.units import human_size, parse_duration, parse_size
@@ -73,7 +74,7 @@ def _request(options: argparse.Namespace) -> EvictRequest:
         except ValueError:
             raise ValueError(f"--namespace {options.namespace}: must be 32 hexadecimal digits") from None
     if options.older_than is not None:
-        request.unused_for.FromNanoseconds(int(_positive("--older-than", options.older_than, parse_duration) * 1e9))
+        request.unused_for.CopyFrom(duration_of(_positive("--older-than", options.older_than, parse_duration)))
     if options.bytes is not None:
         request.max_bytes = _positive("--bytes", options.bytes, parse_size)
     return request

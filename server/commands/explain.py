@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from ...protos.durations import seconds_of
 from ...protos.v1.admin_pb2 import (
     ClaimOutcome,
     ExplainRequestRequest,
@@ -19,7 +20,7 @@ from ...protos.v1.admin_pb2 import (
 )
 from ...protos.v1.cache_pb2 import OffloadPolicy
 from ...protos.v1.handoff_pb2 import HandoffDirection, PublishStatus
-from ..config.units import human_age, seconds_of
+from ..config.units import human_age
 from ..telemetry.status import enum_name
 from .admin_client import ask, plain_console, show_answer
 from .handoffs import direction_text

@@ -6,10 +6,11 @@ import argparse
 import json
 from typing import Any
 
+from ...protos.durations import seconds_of
 from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import ClaimOutcome, ListHandoffsRequest, ListHandoffsResponse, MissedClaims
 from ...protos.v1.handoff_pb2 import HandoffDirection
-from ..config.units import human_age, human_size, seconds_of
+from ..config.units import human_age, human_size
 from ..telemetry.status import enum_name
 from .admin_client import ask, json_values, plain_console, show_answer
 from .tables import ResponsiveTable

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 
+from ...protos.durations import seconds_of
 from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import LeaseKind, ListLeasesRequest, ListLeasesResponse
-from ..config.units import human_age, human_size, seconds_of
+from ..config.units import human_age, human_size
 from ..telemetry.status import enum_name
 from .admin_client import ask, json_values, plain_console, show_answer
 from .tables import ResponsiveTable

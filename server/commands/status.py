@@ -9,9 +9,10 @@ from functools import partial
 
 from rich.console import Console
 
+from ...protos.durations import seconds_of
 from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import GetStatusResponse
-from ..config.units import human_age, human_size, seconds_of
+from ..config.units import human_age, human_size
 from ..telemetry import status
 from .admin_client import ask_status, plain_console, show_answer
 from .tables import ResponsiveTable

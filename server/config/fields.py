@@ -6,15 +6,15 @@ The key of a setting is its path in the file: `limits.max_keys` is `max_keys` in
 
 from __future__ import annotations
 
-import difflib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
+from ...protos.spelling import did_you_mean
 from .schema import Config, TenantConfig, TierConfig
 from .toml import toml_text
 from .units import format_duration, format_size, parse_duration, parse_size
@@ -27,7 +27,6 @@ __all__ = [
     "TIER_SETTINGS",
     "Setting",
     "TableError",
-    "nearest",
     "read_table",
     "settings_of",
 ]
@@ -91,7 +90,7 @@ class Setting:
             return parse_duration(value)
         if self.choices:
             if value not in self.choices:
-                raise ValueError(f"must be one of {', '.join(self.choices)}{nearest(str(value), self.choices)}")
+                raise ValueError(f"must be one of {', '.join(self.choices)}{did_you_mean(str(value), self.choices)}")
             return value
         if self.type in (Path, Path | None):
             return _path(value)
@@ -113,17 +112,11 @@ class Setting:
         return f"between {self.show(self.ge)} and {self.show(self.le)}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean …?" with the closest known name, or an empty string."""
-    matches = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
-    return f"; did you mean {matches[0]}?" if matches else ""
-
-
 def read_table(table: Mapping[str, Any], settings: Mapping[str, Setting], prefix: str = "") -> dict[str, Any]:
     """Returns the checked values. Raises `TableError`; `prefix` precedes the key in its message."""
     for key in table:
         if key not in settings:
-            raise TableError(f"{prefix}{key}: no such setting{nearest(key, settings)}")
+            raise TableError(f"{prefix}{key}: no such setting{did_you_mean(key, settings)}")
     values = {}
     for key, value in table.items():
         try:

@@ -6,7 +6,6 @@ problems of the configuration are reported together.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
@@ -19,8 +18,9 @@ import msgspec
 
 from ...cuda.host.memory import available_bytes
 from ...protos.endpoint import CREDENTIAL_VARIABLES, ENDPOINT_VARIABLE, default_endpoint
+from ...protos.spelling import closest, did_you_mean
 from ...protos.trusted_files import read_trusted
-from .fields import LISTS, SETTINGS, TABLES, nearest
+from .fields import LISTS, SETTINGS, TABLES
 from .machine import memory_bytes
 from .schema import Config, ConfigError
 from .tenants import read_tenants
@@ -152,7 +152,7 @@ def _read_file(path: Path, builder: _Builder) -> None:
         elif name in SETTINGS:
             builder.put(name, value, f"{path}")
         else:
-            builder.problems.append(f"{path}: {name}: no such setting{nearest(name, top_level)}")
+            builder.problems.append(f"{path}: {name}: no such setting{did_you_mean(name, top_level)}")
 
 
 def _read_table(path: Path, table: str, values: object, builder: _Builder) -> None:
@@ -164,7 +164,7 @@ def _read_table(path: Path, table: str, values: object, builder: _Builder) -> No
         if name in known:
             builder.put(f"{table}.{name}", value, f"{path}")
         else:
-            builder.problems.append(f"{path}: [{table}] {name}: no such setting{nearest(name, known)}")
+            builder.problems.append(f"{path}: [{table}] {name}: no such setting{did_you_mean(name, known)}")
 
 
 def _read_environment(environ: Mapping[str, str], builder: _Builder) -> None:
@@ -174,9 +174,9 @@ def _read_environment(environ: Mapping[str, str], builder: _Builder) -> None:
         elif name.startswith(_PREFIX) and name not in _OTHER_VARIABLES and not _NOT_OURS.fullmatch(name):
             # Compare without the common prefix, which would make all names similar.
             known = [variable.removeprefix(_PREFIX) for variable in (*_VARIABLES, *_OTHER_VARIABLES)]
-            close = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1, cutoff=0.7)
-            if close:
-                builder.problems.append(f"{name}: no such environment variable; did you mean {_PREFIX}{close[0]}?")
+            near = closest(name.removeprefix(_PREFIX), known, 0.7)
+            if near:
+                builder.problems.append(f"{name}: no such environment variable; did you mean {_PREFIX}{near}?")
             else:
                 builder.warnings.append(f"{name}: no such setting of the server; ignored")
 

@@ -6,11 +6,12 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from ...protos.spelling import did_you_mean
 from ...tiers.base import SecondaryTier
 from ...tiers.core.settings import CPU_TIER, TierSettings
 from ...tiers.eviction.quotas import QuotaError, Quotas, Tenant
 from ...tiers.types import TENANT_TAG_BYTES
-from .fields import SETTINGS, TENANT_SETTINGS, TableError, nearest, read_table
+from .fields import SETTINGS, TENANT_SETTINGS, TableError, read_table
 from .schema import Amount, Config, RateConfig, TenantConfig, TierConfig
 from .toml import toml_text
 from .units import human_size, parse_size
@@ -77,7 +78,7 @@ def _read_tenant(name: str, table: object, tiers: Sequence[str]) -> TenantConfig
         raise TableError("a tenant must have a name; clients without a tenant share the space without a quota")
     for key in table:
         if key not in TENANT_SETTINGS:
-            raise TableError(f"{key}: no such setting{nearest(key, TENANT_SETTINGS)}")
+            raise TableError(f"{key}: no such setting{did_you_mean(key, TENANT_SETTINGS)}")
     if not table:
         raise TableError("must have quota, limit or rates")
     amounts = {key: _read_amounts(key, value, tiers) for key, value in table.items() if key != "rates"}
@@ -97,7 +98,7 @@ def _read_amounts(key: str, value: object, tiers: Sequence[str]) -> dict[str, Am
         for tier in value:
             if tier not in tiers:
                 raise TableError(
-                    f"{key}: there is no tier {tier}; the tiers are {', '.join(tiers)}{nearest(tier, tiers)}"
+                    f"{key}: there is no tier {tier}; the tiers are {', '.join(tiers)}{did_you_mean(tier, tiers)}"
                 )
         return {tier: _read_amount(f"{key}.{tier}", amount) for tier, amount in value.items()}
     amount = _read_amount(key, value)

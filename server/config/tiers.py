@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from .fields import TIER_SETTINGS, TableError, nearest, read_table
+from ...protos.spelling import did_you_mean
+from .fields import TIER_SETTINGS, TableError, read_table
 from .machine import disk_bytes, existing_directory
 from .remote import read_remote_options
 from .schema import TierConfig
@@ -107,7 +108,7 @@ def _check_type(tier_type: str, given: Mapping[str, Any]) -> None:
                 f"options: a tier of type {tier_type} has none; only valkey, s3, mooncake and module:Class tiers have options"
             )
     elif not _CLASS.fullmatch(tier_type):
-        hint = nearest(tier_type, _BUILT_IN_TYPES)
+        hint = did_you_mean(tier_type, _BUILT_IN_TYPES)
         raise TableError(f'type = "{tier_type}": must be {", ".join(_BUILT_IN_TYPES)} or module:Class{hint}')
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
 
 __all__ = [
     "GIB",
@@ -17,7 +16,6 @@ __all__ = [
     "human_size",
     "parse_duration",
     "parse_size",
-    "seconds_of",
 ]
 
 KIB = 1024
@@ -101,11 +99,6 @@ def human_size(size: float) -> str:
         return f"{size:.0f} B"
     unit, factor = next((pair for pair in reversed(_HUMAN) if round(size / pair[1], 1) < 1024), _HUMAN[0])
     return f"{size / factor:.1f} {unit}"
-
-
-def seconds_of(duration: Any) -> float:
-    """Converts a protobuf duration to seconds."""
-    return float(duration.seconds) + float(duration.nanos) / 1e9
 
 
 def human_age(seconds: float) -> str:

@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ... import __version__
+from ...protos.durations import seconds_of
 from ...protos.endpoint import default_endpoint, parse_endpoint
 from ...tiers.base import TierError
 from ..config.peers import PEERS_TIER
 from ..config.schema import TierConfig
-from ..config.units import human_age, human_size, seconds_of
+from ..config.units import human_age, human_size
 from ..rpc.sessions import PROTOCOL_VERSIONS
 from ..rpc.sockets import port_error
 from ..tier_host.factory import tier_class

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 
+from ...protos.durations import seconds_of
 from ...protos.v1 import cache_pb2, common_pb2
 from ...protos.wire.packed_keys import unpack_keys
 from ...protos.wire.request_bounds import OutOfBounds, RequestBounds
@@ -139,7 +140,7 @@ class RequestValidator:
 
 def duration_seconds(duration: Duration, name: str) -> float:
     """Converts the duration in the request field `name`. Raises `Refused` if it is negative."""
-    seconds = duration.seconds + duration.nanos / 1e9
+    seconds = seconds_of(duration)
     if seconds < 0 or not math.isfinite(seconds):
         raise Refused("INVALID_ARGUMENT", f"{name} is negative")
     return seconds

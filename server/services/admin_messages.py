@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from ... import __version__
 from ...cuda.host.region import HostRegion
+from ...protos.durations import duration_of
 from ...protos.v1 import admin_pb2, cache_pb2, handoff_pb2
 from ...tiers.base import OffloadPolicy
 from ...tiers.core.block import Block
@@ -36,7 +36,6 @@ __all__ = [
     "POLICIES",
     "build_status",
     "current_downgrades",
-    "duration_of",
     "evict_step",
     "explain_answer",
     "fsck_step",
@@ -346,12 +345,6 @@ def _same_fields(message: type[Message], stats: TierStats | ShareStats | Handoff
     """Returns the values of `stats` for the scalar fields of `message` with the same names."""
     scalars = [field.name for field in message.DESCRIPTOR.fields if field.message_type is None]
     return {name: getattr(stats, name) for name in scalars if hasattr(stats, name)}
-
-
-def duration_of(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(int(max(0.0, seconds) * 1e9))
-    return duration
 
 
 def fsck_step(progress: Progress) -> admin_pb2.FsckResponse:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 
+from ...protos.durations import duration_of
 from ...protos.v1 import conversation_pb2, conversation_pb2_grpc
 from ...tiers.base import NamespaceId, TierFilter
 from ...tiers.core.conversation_tasks import PIN_SECONDS, ActionCounts, BlockAction, ConversationTask, TierUse
@@ -26,7 +27,6 @@ from ..rpc.sessions import SessionRegistry
 from ..rpc.slice_scheduler import SliceScheduler
 from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
-from .admin_messages import duration_of
 
 __all__ = ["ConversationService"]
 

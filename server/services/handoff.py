@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
+from ...protos.durations import duration_of
 from ...protos.v1 import handoff_pb2, handoff_pb2_grpc
 from ...tiers.core.holds import Hold
 from ...tiers.errors import HoldExpired
@@ -18,7 +19,6 @@ from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..rpc.slice_scheduler import slices_of
 from ..runtime import TierRuntime
-from .admin_messages import duration_of
 from .long_calls import LongCalls
 
 __all__ = ["HandoffService"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 
 from ... import __version__
+from ...protos.durations import duration_of
 from ...protos.v1 import session_pb2, session_pb2_grpc
 from ..auth.roles import CALLER
 from ..config.schema import Config
@@ -17,7 +18,6 @@ from ..refused import Refused
 from ..rpc.sessions import PROTOCOL_VERSIONS, SessionRegistry
 from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
-from .admin_messages import duration_of
 
 __all__ = ["SessionService"]
 

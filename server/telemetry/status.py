@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ...protos.durations import seconds_of
 from ...protos.v1.admin_pb2 import (
     GetStatusResponse,
     HandoffTotals,
@@ -20,7 +21,6 @@ from ...protos.v1.admin_pb2 import (
     TierStatus,
 )
 from ...protos.v1.handoff_pb2 import HandoffDirection
-from ..config.units import seconds_of
 
 __all__ = ["enum_name", "hit_rate", "session_values", "tier_values", "to_json", "values"]
 

@@ -388,9 +388,8 @@ CLIENT_FAULTS = (
     Fault(
         "a load without a leading hit keeps its lease",
         "client/operations/loads.py",
-        "                if found.id:\n                    yield from self._release_granted(found, grant_id)\n"
-        "                return 0",
-        "                return 0",
+        "            if found.id:\n                yield from self._release_granted(found, grant.id)\n            return 0",
+        "            return 0",
     ),
     Fault(
         "a stream that was retried confirms the load",

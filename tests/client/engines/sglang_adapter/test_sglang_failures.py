@@ -313,7 +313,7 @@ def test_unknown_settings_are_named(caplog: pytest.LogCaptureFixture) -> None:
     StorageConfig.parse(config, logging.getLogger().warning)
     (record,) = caplog.records
     assert "unknown key 'load_timout_s' in hicache_storage_backend_extra_config is ignored" in record.message
-    assert record.message.endswith("did you mean 'load_timeout_s'?")
+    assert record.message.endswith("did you mean load_timeout_s?")
 
 
 @pytest.mark.parametrize("setting", ["lookup_timeout_s", "load_timeout_s"])

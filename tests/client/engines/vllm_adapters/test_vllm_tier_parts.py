@@ -260,9 +260,7 @@ def test_settings_are_checked_at_start() -> None:
     warnings: list[str] = []
     config = ManagerConfig.parse({"endpoint": "unix:/x", "tennant": "a", "identity": "m"}, warnings.append)
     assert (config.endpoint, config.identity, config.tenant) == ("unix:/x", "m", "")
-    assert [
-        warning for warning in warnings if "'tennant'" in warning and "did you mean 'tenant'" in warning
-    ] == warnings
+    assert [warning for warning in warnings if "'tennant'" in warning and "did you mean tenant" in warning] == warnings
     for wrong in ({"identity": 1}, {"locality": "near"}, {"transport": "rdma"}, {"lookup_timeout_s": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ManagerConfig.parse(wrong, warnings.append)
