@@ -7,7 +7,7 @@ stores the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..base import NamespaceId
@@ -161,7 +161,7 @@ class HandoffHandler:
             publication.budgets.update(map(self._budget, blocks))
             self._publications.add(publication)
             # A publication without room stops early, so that it pins few empty blocks.
-            has_room = not any(budget.is_over for budget in publication.budgets)
+            has_room = not self._is_over(publication)
             may_go_on = has_room and len(publication.blocks) < len(publication.keys)
             if may_go_on or not self._open(publication, now):
                 return True
@@ -193,7 +193,7 @@ class HandoffHandler:
             self._stats[known.direction].dropped += 1
             self._end(known, HoldEnd.REPLACED, now)
         tenant, tokens, count = publication.session.tenant, publication.num_tokens, len(publication.keys)
-        refused = self._refusal(tenant, count, publication.budgets)
+        refused = self._refusal(publication)
         if refused is PublishStatus.NO_ROOM and self._pending_unpins:
             self.unpin_slice()
             return False
@@ -384,11 +384,15 @@ class HandoffHandler:
             self._charge(block)
         return blocks
 
-    def _refusal(self, tenant: str, count: int, budgets: Collection[RetentionBudget]) -> PublishStatus | None:
-        most = MAX_HELD_ITEMS - count
+    def _is_over(self, publication: SlicedPublication) -> bool:
+        is_over = self._lookups.pin_budget.is_over(publication.name[0])
+        return is_over or any(budget.is_over for budget in publication.budgets)
+
+    def _refusal(self, publication: SlicedPublication) -> PublishStatus | None:
+        tenant, most = publication.session.tenant, MAX_HELD_ITEMS - len(publication.keys)
         if self._table.count(tenant) >= self._max_holds or self._table.items_of(tenant) > most:
             return PublishStatus.TOO_MANY
-        return PublishStatus.NO_ROOM if any(budget.is_over for budget in budgets) else None
+        return PublishStatus.NO_ROOM if self._is_over(publication) else None
 
     def _end(self, hold: Hold, how: HoldEnd, now: float) -> None:
         self._table.remove(hold)
@@ -430,6 +434,7 @@ class HandoffHandler:
             if not self._pins[block]:
                 del self._pins[block]
                 self._budget(block).used -= block.allocated_bytes
+                self._lookups.pin_budget.end_hold(block)
                 block.evict_on_unpin = block.hold_only
         if not self._pins:
             self._pins = {}  # a dict keeps the memory of its largest size
@@ -440,6 +445,7 @@ class HandoffHandler:
     def _charge(self, block: Block) -> None:
         if block not in self._pins:
             self._budget(block).used += block.allocated_bytes
+            self._lookups.pin_budget.begin_hold(block)
             block.evict_on_unpin = False
         self._pins[block] = self._pins.get(block, 0) + 1
 
