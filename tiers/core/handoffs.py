@@ -7,6 +7,7 @@ stores the blocks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -99,10 +100,8 @@ class HandoffHandler:
         return sum(budget.used for budget in set(self._budgets.values()))
 
     def stats(self) -> dict[HandoffDirection, HandoffStats]:
-        found = {direction: replace(stats, open=0) for direction, stats in self._stats.items()}
-        for hold in self._table:
-            found[hold.direction].open += 1
-        return found
+        opened = Counter(hold.direction for hold in self._table)
+        return {direction: replace(stats, open=opened[direction]) for direction, stats in self._stats.items()}
 
     def publish(
         self,
@@ -193,8 +192,7 @@ class HandoffHandler:
             self._stats[known.direction].dropped += 1
             self._end(known, HoldEnd.REPLACED, now)
         tenant, tokens, count = publication.session.tenant, publication.num_tokens, len(publication.keys)
-        refused = self._refusal(publication)
-        if refused is PublishStatus.NO_ROOM and self._pending_unpins:
+        if (refused := self._refusal(publication)) is PublishStatus.NO_ROOM and self._pending_unpins:
             self.unpin_slice()
             return False
         if refused is None and len(blocks) < count:
@@ -210,7 +208,6 @@ class HandoffHandler:
             return True
         # Use the key objects of the blocks, so that memory has each key once.
         keys = [block.key for block in blocks]
-        expires_at = now + publication.duration
         hold = publication.result = Hold(
             name,
             tenant,
@@ -221,7 +218,7 @@ class HandoffHandler:
             tokens,
             publication.duration,
             now,
-            expires_at,
+            now + publication.duration,
             record,
             unprepared=count,
         )
@@ -385,8 +382,8 @@ class HandoffHandler:
         return blocks
 
     def _is_over(self, publication: SlicedPublication) -> bool:
-        is_over = self._lookups.pin_budget.is_over(publication.name[0])
-        return is_over or any(budget.is_over for budget in publication.budgets)
+        pins, budgets = self._lookups.pin_budget, publication.budgets
+        return pins.is_over(publication.name[0]) or any(budget.is_over for budget in budgets)
 
     def _refusal(self, publication: SlicedPublication) -> PublishStatus | None:
         tenant, most = publication.session.tenant, MAX_HELD_ITEMS - len(publication.keys)
