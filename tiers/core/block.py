@@ -35,6 +35,7 @@ class Block:
 
     __slots__ = (
         "evict_on_unpin",
+        "held",
         "key",
         "last_use",
         "leases",
@@ -84,6 +85,8 @@ class Block:
         self.pins = 0
         self.leases = 0
         """Number of pins that belong to leases."""
+        self.held = False
+        """Whether holds or publications pin the block."""
         self.skip_reason: MissReason | None = None
         """Why a tier did not store the block; None if no tier refused it."""
         self.namespace_index = namespace_index

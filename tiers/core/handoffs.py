@@ -7,7 +7,8 @@ stores the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..base import NamespaceId
@@ -99,10 +100,8 @@ class HandoffHandler:
         return sum(budget.used for budget in set(self._budgets.values()))
 
     def stats(self) -> dict[HandoffDirection, HandoffStats]:
-        found = {direction: replace(stats, open=0) for direction, stats in self._stats.items()}
-        for hold in self._table:
-            found[hold.direction].open += 1
-        return found
+        opened = Counter(hold.direction for hold in self._table)
+        return {direction: replace(stats, open=opened[direction]) for direction, stats in self._stats.items()}
 
     def publish(
         self,
@@ -161,7 +160,7 @@ class HandoffHandler:
             publication.budgets.update(map(self._budget, blocks))
             self._publications.add(publication)
             # A publication without room stops early, so that it pins few empty blocks.
-            has_room = not any(budget.is_over for budget in publication.budgets)
+            has_room = not self._is_over(publication)
             may_go_on = has_room and len(publication.blocks) < len(publication.keys)
             if may_go_on or not self._open(publication, now):
                 return True
@@ -193,8 +192,7 @@ class HandoffHandler:
             self._stats[known.direction].dropped += 1
             self._end(known, HoldEnd.REPLACED, now)
         tenant, tokens, count = publication.session.tenant, publication.num_tokens, len(publication.keys)
-        refused = self._refusal(tenant, count, publication.budgets)
-        if refused is PublishStatus.NO_ROOM and self._pending_unpins:
+        if (refused := self._refusal(publication)) is PublishStatus.NO_ROOM and self._pending_unpins:
             self.unpin_slice()
             return False
         if refused is None and len(blocks) < count:
@@ -210,7 +208,6 @@ class HandoffHandler:
             return True
         # Use the key objects of the blocks, so that memory has each key once.
         keys = [block.key for block in blocks]
-        expires_at = now + publication.duration
         hold = publication.result = Hold(
             name,
             tenant,
@@ -221,7 +218,7 @@ class HandoffHandler:
             tokens,
             publication.duration,
             now,
-            expires_at,
+            now + publication.duration,
             record,
             unprepared=count,
         )
@@ -384,11 +381,15 @@ class HandoffHandler:
             self._charge(block)
         return blocks
 
-    def _refusal(self, tenant: str, count: int, budgets: Collection[RetentionBudget]) -> PublishStatus | None:
-        most = MAX_HELD_ITEMS - count
+    def _is_over(self, publication: SlicedPublication) -> bool:
+        pins, budgets = self._lookups.pin_budget, publication.budgets
+        return pins.is_over(publication.name[0]) or any(budget.is_over for budget in budgets)
+
+    def _refusal(self, publication: SlicedPublication) -> PublishStatus | None:
+        tenant, most = publication.session.tenant, MAX_HELD_ITEMS - len(publication.keys)
         if self._table.count(tenant) >= self._max_holds or self._table.items_of(tenant) > most:
             return PublishStatus.TOO_MANY
-        return PublishStatus.NO_ROOM if any(budget.is_over for budget in budgets) else None
+        return PublishStatus.NO_ROOM if self._is_over(publication) else None
 
     def _end(self, hold: Hold, how: HoldEnd, now: float) -> None:
         self._table.remove(hold)
@@ -430,6 +431,7 @@ class HandoffHandler:
             if not self._pins[block]:
                 del self._pins[block]
                 self._budget(block).used -= block.allocated_bytes
+                self._lookups.pin_budget.end_hold(block)
                 block.evict_on_unpin = block.hold_only
         if not self._pins:
             self._pins = {}  # a dict keeps the memory of its largest size
@@ -440,6 +442,7 @@ class HandoffHandler:
     def _charge(self, block: Block) -> None:
         if block not in self._pins:
             self._budget(block).used += block.allocated_bytes
+            self._lookups.pin_budget.begin_hold(block)
             block.evict_on_unpin = False
         self._pins[block] = self._pins.get(block, 0) + 1
 

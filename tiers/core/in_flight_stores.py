@@ -12,6 +12,7 @@ from .block import Block
 from .byte_ranges import MAX_GAPS, ByteRanges
 from .cpu_tier import CpuTier
 from .requests import Request
+from .shares import count_bytes
 
 __all__ = ["InFlightStores", "Store"]
 
@@ -164,10 +165,7 @@ class InFlightStores:
         self._count_bytes(store.owner.engine, -sum(map(_slot_bytes, blocks)))
 
     def _count_bytes(self, engine: EngineKey, change: int) -> None:
-        tenant = tenant_of(engine[0])
-        self.granted_bytes[tenant] += change
-        if not self.granted_bytes[tenant]:
-            del self.granted_bytes[tenant]
+        count_bytes(self.granted_bytes, tenant_of(engine[0]), change)
 
     def _count(self, engine: EngineKey, change: int) -> None:
         tenant = tenant_of(engine[0])

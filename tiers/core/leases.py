@@ -20,6 +20,7 @@ from .commands import Waiter
 from .conversations import Conversation
 from .cpu_tier import CpuTier
 from .prefetches import PrefetchProgress
+from .shares import count_bytes
 
 if TYPE_CHECKING:
     from ..stats.miss_ratio_curve import MissRatioCurves
@@ -235,6 +236,8 @@ class LeaseTable:
         """Items of ended leases, and how many leading ones are still pinned."""
         self.leased_bytes: Counter[bytes] = Counter()
         """Bytes of the blocks that leases pin, by the tag of the tenant. A block counts once."""
+        self.only_held_bytes: Counter[bytes] = Counter()
+        """Bytes of the blocks that holds pin and no lease, by the tag of the tenant."""
         self._new_ids = new_ids
 
     def __len__(self) -> int:
@@ -308,6 +311,8 @@ class LeaseTable:
                 block.leases += 1
                 if block.leases == 1:
                     nbytes += block.allocated_bytes
+                    if block.held:
+                        count_bytes(self.only_held_bytes, tenant, -block.allocated_bytes)
         if nbytes:  # an entry of 0 would stay
             self.leased_bytes[tenant] += nbytes
 
@@ -317,9 +322,9 @@ class LeaseTable:
             block.leases -= 1
             if not block.leases:
                 tenant = tenant_of(block.namespace)
-                self.leased_bytes[tenant] -= block.allocated_bytes
-                if not self.leased_bytes[tenant]:
-                    del self.leased_bytes[tenant]
+                count_bytes(self.leased_bytes, tenant, -block.allocated_bytes)
+                if block.held:
+                    self.only_held_bytes[tenant] += block.allocated_bytes
         self._cpu_tier.unpin(blocks)
 
     def is_open(self, lease: BlockLease) -> bool:

@@ -59,7 +59,8 @@ class LookupHandler:
         """
         self.leases = LeaseTable(cpu_tier, new_ids)
         self.room = RoomQueue(cpu_tier, commands)
-        self.pin_budget = PinBudget(cpu_tier.queues.shares, region_bytes, leased_part, self.leases.leased_bytes)
+        pinned = (self.leases.leased_bytes, self.leases.only_held_bytes)
+        self.pin_budget = PinBudget(cpu_tier.queues.shares, region_bytes, leased_part, *pinned)
         self._placement = Placement(cpu_tier=cpu_tier, transfers=transfers, room=self.room, pin_budget=self.pin_budget)
         self.prefetches = self._placement.prefetches
         self.fetch = self._placement.fetch

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from ..base import NamespaceId
 from ..eviction.quotas import Quotas
 from ..types import tenant_of
+from .block import Block
 
-__all__ = ["PinBudget", "affordable"]
+__all__ = ["PinBudget", "affordable", "count_bytes"]
 
 
 def affordable(sizes: Iterable[int], *, free: int, own: int) -> int:
@@ -29,17 +30,34 @@ def affordable(sizes: Iterable[int], *, free: int, own: int) -> int:
     return count
 
 
+def count_bytes(counter: Counter[bytes], tenant: bytes, change: int) -> None:
+    """Changes a number of bytes. The counter has no entry for 0."""
+    counter[tenant] += change
+    if not counter[tenant]:
+        del counter[tenant]
+
+
 class PinBudget:
-    """Limit of the bytes of the CPU tier that the leases and the stores of one tenant pin.
+    """Limit of the bytes of the CPU tier that leases, stores and holds of one tenant pin.
 
     Leases pin at most the part `leased_part` of the tenant's quota, or of the space without quotas.
     Stores pin at most the tenant's quota, or this part of the space without quotas if that is more.
-    Together they pin at most half of the rest of this space more. So leases leave room for the
-    tenant's own stores, and both leave room for other tenants.
+    Together with holds they pin at most half of the rest of this space more. So leases leave room
+    for the tenant's own stores, and all of them leave room for other tenants.
     """
 
-    def __init__(self, shares: Quotas, region_bytes: int, leased_part: float, leased: Mapping[bytes, int]) -> None:
-        """`leased`: bytes of the blocks that leases pin, by the tag of the tenant."""
+    def __init__(
+        self,
+        shares: Quotas,
+        region_bytes: int,
+        leased_part: float,
+        leased: Mapping[bytes, int],
+        held: Counter[bytes],
+    ) -> None:
+        """`leased`: bytes of the blocks that leases pin, by the tag of the tenant.
+
+        `held`: bytes of the blocks that holds pin and no lease. Both count a block once.
+        """
         self.stored: Counter[bytes] = Counter()
         """Bytes of the slots of stores in flight and in quarantine, by the tag of the tenant."""
         self.is_limited = leased_part < 1
@@ -47,22 +65,39 @@ class PinBudget:
         self._part = leased_part
         self._free_bytes = region_bytes - sum(share.quota for share in shares)
         self._leased = leased
+        self.held = held
+
+    def begin_hold(self, block: Block) -> None:
+        """Called when the first hold pins a block."""
+        block.held = True
+        if not block.leases:
+            self.held[tenant_of(block.namespace)] += block.allocated_bytes
+
+    def end_hold(self, block: Block) -> None:
+        """Called when no hold pins a block any more."""
+        block.held = False
+        if not block.leases:
+            count_bytes(self.held, tenant_of(block.namespace), -block.allocated_bytes)
+
+    def is_over(self, namespace: NamespaceId) -> bool:
+        """Returns whether the tenant pins more than leases, stores and holds may pin together."""
+        return self.is_limited and self._left_for_all(namespace) < 0
 
     def lease_bound(self, namespace: NamespaceId) -> int:
         return int(self._part * (self._shares.of(namespace).quota or self._free_bytes))
 
     def left_for_leases(self, namespace: NamespaceId) -> int:
         tenant = tenant_of(namespace)
-        return min(self.lease_bound(namespace) - self._leased.get(tenant, 0), self._left_for_both(namespace))
+        return min(self.lease_bound(namespace) - self._leased.get(tenant, 0), self._left_for_all(namespace))
 
     def left_for_stores(self, namespace: NamespaceId) -> int:
         own = self._bound(namespace, self._part) - self.stored[tenant_of(namespace)]
-        return min(own, self._left_for_both(namespace))
+        return min(own, self._left_for_all(namespace))
 
-    def _left_for_both(self, namespace: NamespaceId) -> int:
+    def _left_for_all(self, namespace: NamespaceId) -> int:
         tenant = tenant_of(namespace)
         bound = self._bound(namespace, (1 + self._part) / 2)
-        return bound - self._leased.get(tenant, 0) - self.stored[tenant]
+        return bound - self._leased.get(tenant, 0) - self.held[tenant] - self.stored[tenant]
 
     def _bound(self, namespace: NamespaceId, part: float) -> int:
         return max(self._shares.of(namespace).quota, int(part * self._free_bytes))

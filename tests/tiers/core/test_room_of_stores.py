@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 from core_rig import GRANTED, NO_ROOM, PRESENT, Rig, keys, ready_blocks
@@ -12,7 +14,8 @@ from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.eviction.quotas import Tenant
-from kvtier.tiers.types import EngineSession, NamespaceSpec, StoreAnswer
+from kvtier.tiers.core.holds import Hold
+from kvtier.tiers.types import EngineSession, HandoffDirection, NamespaceSpec, PublishStatus, StoreAnswer
 
 SLOTS = EXTENT // 4096
 ALICE, BOB = b"A" * 16, b"B" * 16
@@ -38,6 +41,33 @@ class Site:
         answer = self.prepare(session, start, count)
         assert answer.store_id is not None
         self.core.complete_store(session, answer.store_id)
+
+    def fill(self) -> None:
+        """Stores blocks of one tenant in all slots, in two stores, because one may not pin all."""
+        self.store(self.alice, 0, SLOTS // 2)
+        self.store(self.alice, SLOTS // 2, SLOTS // 2)
+
+    def lease(self, session: EngineSession, start: int, count: int) -> int:
+        """Returns the number of blocks that the lease pins."""
+        names = keys(*range(start, start + count))
+        lease = self.core.lookup(session, names, prefix=False, request_id="", expires_at=600).lease
+        return lease.hits if lease is not None else 0
+
+    def publish(self, session: EngineSession, start: int, count: int, request_id: str = "r") -> bool:
+        """Returns whether the blocks are held."""
+        names, direction = keys(*range(start, start + count)), HandoffDirection.PREFILL_TO_DECODE
+        result = self.core.handoffs.publish(
+            session, request_id, names, range(count), num_tokens=16, direction=direction, duration=60, now=0
+        )
+        assert isinstance(result, Hold) or result is PublishStatus.NO_ROOM
+        return isinstance(result, Hold)
+
+    def claim_and_release(self, session: EngineSession, request_id: str) -> None:
+        """Leases the blocks of a hold, and ends the hold."""
+        handoffs, name = self.core.handoffs, (*session.engine, request_id)
+        handoffs.claim(session, name, first_positions=(), request_id="", expires_at=600, now=0)
+        handoffs.release(name, 0)
+        self.core.work()
 
     def abandon(self, session: EngineSession) -> None:
         self.core.close_session(session.id)
@@ -100,6 +130,58 @@ def test_open_stores_leave_no_lease_beyond_the_part() -> None:
     assert lease is not None
     assert lease.hits == 2
     assert refused(site.prepare(site.bob, 0, 2)) == 0
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["lease", "hold", "prepare"])))
+def test_leases_holds_and_open_stores_count_together(order: Sequence[str]) -> None:
+    """Each at its bound, in any order: they leave an eighth of the memory for another tenant."""
+    site = Site()
+    site.fill()
+    calls = {
+        "lease": lambda: site.lease(site.alice, 0, SLOTS),
+        "hold": lambda: [site.publish(site.alice, SLOTS - 1 - number, 1, str(number)) for number in range(4)],
+        "prepare": lambda: site.prepare(site.alice, 500, SLOTS // 8),
+    }
+    for call in order:
+        calls[call]()
+    assert refused(site.prepare(site.bob, 0, SLOTS // 8)) == 0
+
+
+def test_holds_leave_less_for_leases() -> None:
+    """The other order: holds at their bound, then leases on other blocks."""
+    site = Site()
+    site.fill()
+    assert site.publish(site.alice, 0, SLOTS // 4)
+    assert site.lease(site.alice, SLOTS // 4, SLOTS) == int(0.875 * SLOTS) - SLOTS // 4
+    assert refused(site.prepare(site.bob, 0, SLOTS // 8)) == 0
+
+
+def test_claims_of_ended_holds_pin_a_part() -> None:
+    """The leases of claims stay when their holds end; then further publications are refused."""
+    site, published = Site(), 0
+    site.fill()
+    for number in range(8):
+        start = number * (SLOTS // 8)
+        if site.publish(site.alice, start, SLOTS // 8, str(number)):
+            site.claim_and_release(site.alice, str(number))
+            published += 1
+    assert published == 7
+    assert refused(site.prepare(site.bob, 0, SLOTS // 8)) == 0
+
+
+def test_a_block_counts_once_if_it_is_leased_and_held() -> None:
+    """An engine that leases its prompt can publish it: that pins no further byte."""
+    site = Site()
+    site.store(site.alice, 0, 12)
+    assert site.lease(site.alice, 0, 12) == 12
+    assert site.publish(site.alice, 0, SLOTS // 4)
+    assert refused(site.prepare(site.alice, 500, 2)) == 0
+    for lease in site.core.leases():
+        site.core.release(site.alice, lease.id)
+    site.core.handoffs.release((*site.alice.engine, "r"), 0)
+    site.core.work()
+    assert not site.core.lookup_handler.pin_budget.held
+    assert site.lease(site.alice, 0, 12) == 12
 
 
 def test_present_blocks_need_no_room() -> None:

@@ -73,6 +73,11 @@ def leased_bytes(core: TierManager) -> Counter[bytes]:
     return core._lookups.leases.leased_bytes
 
 
+def only_held_bytes(core: TierManager) -> Counter[bytes]:
+    """Returns the bytes of the blocks that holds pin and no lease, by the tag of their tenant."""
+    return core._lookups.pin_budget.held
+
+
 def granted_bytes(core: TierManager) -> tuple[Counter[bytes], Counter[bytes]]:
     """Returns the bytes of the slots of stores by tenant: as counted, and as they are."""
     table, found = core.store_handler.table, Counter[bytes]()
@@ -329,6 +334,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "bytes of stores": core.store_handler.table.granted_bytes,
         "waiting leases": core._lookups.leases._waiting,
         "leased bytes": core._lookups.leases.leased_bytes,
+        "only held bytes": core._lookups.pin_budget.held,
         "lookups that wait for room": core._lookups.room._lines,
         "number of lookups that wait for room": core._lookups.room._per_tenant,
         "publications": core.handoffs._publications,

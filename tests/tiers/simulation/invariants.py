@@ -61,13 +61,17 @@ def _pins(world: World) -> None:
 
 
 def _leased(world: World) -> None:
-    """The bytes that leases and stores pin are those of their blocks and slots, by tenant."""
-    leased: Counter[bytes] = Counter()
+    """The bytes that leases, holds and stores pin are those of their blocks and slots, by tenant."""
+    leased, only_held = Counter[bytes](), Counter[bytes]()
     for block in world.core_view.blocks:
         if not 0 <= block.leases <= block.pins:
             raise Violation(Invariant.LEASED, f"{block.key!r}: {block.leases} leases with {block.pins} pins")
         if block.leases:
             leased[tenant_of(block.namespace)] += block.allocated_bytes
+        elif block in world.core.handoffs._pins:
+            only_held[tenant_of(block.namespace)] += block.allocated_bytes
+    if only_held != inside.only_held_bytes(world.core):
+        raise Violation(Invariant.LEASED, "the bytes that only holds pin do not add up")
     if leased != inside.leased_bytes(world.core):
         raise Violation(Invariant.LEASED, "the bytes that leases pin do not add up")
     granted, found = inside.granted_bytes(world.core)

@@ -235,9 +235,10 @@ class Lookup(Call):
         shares = {share.tenant: share.quota_bytes for share in self.world.core_view.stats.tiers[0].shares}
         free = self.world.region_bytes - sum(shares.values())
         quota = shares.get(name_of(self.session.namespace.id), 0)
-        stored = inside.granted_bytes(self.world.core)[1][tenant_of(self.session.namespace.id)]
-        alone, beside_stores = int(self._part * (quota or free)), max(quota, int((1 + self._part) / 2 * free))
-        return min(alone, beside_stores - stored) - self._leased_bytes()
+        tenant = tenant_of(self.session.namespace.id)
+        others = inside.granted_bytes(self.world.core)[1][tenant] + inside.only_held_bytes(self.world.core)[tenant]
+        alone, together = int(self._part * (quota or free)), max(quota, int((1 + self._part) / 2 * free))
+        return min(alone, together - others) - self._leased_bytes()
 
     def _check_part(self, before: int) -> None:
         """A lookup adds no block beyond the part of the memory that the tenant may pin."""
