@@ -134,10 +134,7 @@ class LookupHandler:
             if len(lookup.keys) > lookup.slice_keys:
                 now = yield None
             while self._is_wanted(lookup) and self._next_slice(lookup, now):
-                if lookup.lacks_room:
-                    now = yield from self.room.wait(lookup, now)
-                else:
-                    now = yield None
+                now = (yield from self.room.wait(lookup, now)) if lookup.lacks_room else (yield None)
         except BaseException:
             self.abandon(lookup)
             raise
