@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from harness.operations import run_to_end
+
 from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
@@ -70,14 +72,18 @@ def replay(trace: Trace, admission: str, cpu_blocks: int, disk_blocks: int) -> t
 
 def _serve(core: TierManager, session: EngineSession, request_id: str, keys: list[bytes]) -> tuple[int, int]:
     core.begin_request(session, RequestInfo(request_id, session.namespace.id))
-    lease = core.lookup(session, keys, prefix=True, request_id=request_id, expires_at=FOREVER).lease
+    lease = run_to_end(
+        core.lookup(session, keys, prefix=True, request_id=request_id, now=0, lease_seconds=FOREVER)
+    ).lease
     written = _finish_jobs(core)
     hits = len(keys) if lease is None else (*lease.items, None).index(None)
     hits = 0 if lease is None else hits
     if hits < len(keys):
-        answer = core.prepare_store(session, keys[hits:], request_id=request_id, expires_at=FOREVER)
+        answer = run_to_end(
+            core.prepare_store(session, keys[hits:], request_id=request_id, now=0, lease_seconds=FOREVER)
+        )
         if answer.store_id is not None:
-            core.complete_store(session, answer.store_id)
+            run_to_end(core.complete_store(session, answer.store_id))
     core.finish_request(session, request_id)
     return hits, written + _finish_jobs(core)
 

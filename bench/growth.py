@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from harness.operations import run_to_end
+
 from kvtier.server.process.gc_tuning import disable_full_gc
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.catalog import Catalog
@@ -94,9 +96,9 @@ class _Core:
         self._next += CHAIN
         request = f"store {self._next}"
         started = time.thread_time()
-        answer = self.core.prepare_store(self.session, keys, request_id=request, expires_at=1e9)
+        answer = run_to_end(self.core.prepare_store(self.session, keys, request_id=request, now=0, lease_seconds=1e9))
         if answer.store_id is not None:
-            self.core.complete_store(self.session, answer.store_id)
+            run_to_end(self.core.complete_store(self.session, answer.store_id))
         self.core.finish_request(self.session, request)
         return time.thread_time() - started
 
@@ -106,7 +108,7 @@ class _Core:
         first = self._random.randrange(max(1, self._next // CHAIN)) * CHAIN
         keys = [key for key in _keys(max(0, min(first, self._next - count)), count) if key in blocks]
         started = time.thread_time()
-        answer = self.core.lookup(self.session, keys, prefix=True, request_id="", expires_at=1e9)
+        answer = run_to_end(self.core.lookup(self.session, keys, now=0, lease_seconds=1e9))
         if answer.lease is not None:
             answer.statuses()
             self.core.release(self.session, answer.lease.id)

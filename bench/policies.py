@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from harness.operations import run_to_end
+
 from kvtier.tiers.base import NamespaceId, RequestInfo
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
@@ -74,12 +76,16 @@ class Replay:
         """Looks up a request and stores its missing blocks; returns the number of hits."""
         core, session = self.core, self.session
         core.begin_request(session, RequestInfo(request_id, session.namespace.id))
-        lease = core.lookup(session, keys, prefix=True, request_id=request_id, expires_at=FOREVER).lease
+        lease = run_to_end(
+            core.lookup(session, keys, prefix=True, request_id=request_id, now=0, lease_seconds=FOREVER)
+        ).lease
         hits = len(lease.items) if lease is not None else 0
         if hits < len(keys):
-            answer = core.prepare_store(session, keys[hits:], request_id=request_id, expires_at=FOREVER)
+            answer = run_to_end(
+                core.prepare_store(session, keys[hits:], request_id=request_id, now=0, lease_seconds=FOREVER)
+            )
             if answer.store_id is not None:
-                core.complete_store(session, answer.store_id)
+                run_to_end(core.complete_store(session, answer.store_id))
         core.finish_request(session, request_id)  # also releases the lease
         core.take_commands()
         return hits

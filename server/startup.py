@@ -331,7 +331,7 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     sources = _open_sources(backend, long_calls, closers)
     cache = CacheService(runtime, sessions, validator, bulk.end_writers, long_calls, sources)
     handoff = HandoffService(runtime, sessions, validator, long_calls)
-    conversations = ConversationService(runtime, sessions, validator, listeners.turns)
+    conversations = ConversationService(runtime, sessions, validator, long_calls)
     device_calls = DeviceCopyCalls(runtime, sessions, validator, metrics, devices, writers)
     for server in (listeners.grpc, listeners.socket_calls):
         cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)

@@ -111,14 +111,16 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         await self._long_calls.query_shared_tiers(session, keys, tiers, deadline, prefix=True)
         located = await self._sources.locate(session, request.source, keys, tiers, deadline, prefix=True)
         try:
-            prefetch = self._core.lookup_handler.begin_prefetch(
+            prefetch = self._core.prefetch(
                 session,
                 keys,
+                now=self._runtime.now(),
                 request_id=request.request_id,
+                lease_seconds=self._validator.leases.default,
                 tiers=tiers,
                 retain_until=self._retain_until(session, request.request_id, retain_for),
             )
-            answer = await self._long_calls.prefetch(prefetch, self._validator.leases.default)
+            answer = await self._long_calls.run(session, prefetch)
         finally:
             self._sources.withdraw(session, located)
         return cache_pb2.PrefetchResponse(
@@ -176,14 +178,16 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._sessions.get(request.session)
         keys = await self._long_calls.keys_of(session, self._validator, request)
         retain_for = self._validator.retention(request.retain_for)
-        answer = await self._long_calls.prepare_store(
+        store = self._core.prepare_store(
             session,
             keys,
+            now=self._runtime.now(),
             request_id=request.request_id,
             lease_seconds=self._validator.leases.default,
-            retain_for=retain_for or self._core.requests.retention_of(session, request.request_id),
+            retain_until=self._retain_until(session, request.request_id, retain_for),
             grant_id=request.grant_id,
         )
+        answer = await self._long_calls.run(session, store)
         return cache_pb2.PrepareStoreResponse(
             store_id=answer.store_id or 0,
             statuses=answer.statuses,
@@ -319,19 +323,20 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             session, options.source, options.keys, options.tiers, options.deadline, prefix=options.prefix
         )
         try:
-            lookup = self._core.lookup_handler.begin(
+            lookup = self._core.lookup(
                 session,
                 options.keys,
-                prefix=options.prefix,
+                now=self._runtime.now(),
                 request_id=options.request_id,
+                prefix=options.prefix,
+                lease_seconds=options.lease_seconds,
                 tiers=options.tiers,
                 min_hits=options.min_hits,
                 retain_until=self._retain_until(session, options.request_id, options.retain_for),
-                conversation=self._core.requests.conversation_of(session, options.request_id),
                 grant_id=options.grant_id,
-                may_wait=options.deadline > self._runtime.now(),
+                deadline=options.deadline,
             )
-            found = await self._long_calls.look_up(lookup, options.lease_seconds, options.deadline)
+            found = await self._long_calls.run(session, lookup)
         finally:
             self._sources.withdraw(session, located)
         remaining = options.deadline - self._runtime.now()

@@ -16,17 +16,15 @@ from ...protos.v1 import conversation_pb2, conversation_pb2_grpc
 from ...tiers.base import NamespaceId, TierFilter
 from ...tiers.core.conversation_tasks import PIN_SECONDS, ActionCounts, BlockAction, ConversationTask, TierUse
 from ...tiers.core.conversations import Conversation, number_in
-from ...tiers.core.prefetches import PrefetchAnswer
-from ...tiers.core.secondary import Presence
-from ...tiers.types import NAMESPACE_BYTES, EngineSession, NamespaceSpec
+from ...tiers.types import NAMESPACE_BYTES, NamespaceSpec
 from ..auth.roles import CALLER, Role
 from ..config.tenants import tenant_tag
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
-from ..rpc.slice_scheduler import SliceScheduler
 from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
+from .long_calls import LongCalls
 
 __all__ = ["ConversationService"]
 
@@ -37,7 +35,7 @@ _MAX_ACTIONS, _MAX_WAITING = 16, 256
 _MAX_CONVERSATIONS = 100
 _PAGE_KEYS = 65_536
 """A page ends when its conversations have this number of keys, because each key is searched."""
-_PREFETCH_SLICE = 256
+_ALL_TIERS = TierFilter()
 _SHARED_TIER_SECONDS = 1.0
 """Maximum time for which a prefetch waits for the answers of shared tiers."""
 
@@ -55,7 +53,7 @@ _LOGGED = frozenset({_PIN, _UNPIN, conversation_pb2.CONVERSATION_ACTION_DELETE})
 
 class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     def __init__(
-        self, runtime: TierRuntime, sessions: SessionRegistry, validator: RequestValidator, turns: SliceScheduler
+        self, runtime: TierRuntime, sessions: SessionRegistry, validator: RequestValidator, long_calls: LongCalls
     ) -> None:
         self._runtime = runtime
         self._core = runtime.core
@@ -63,7 +61,8 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         self._sessions = sessions
         self._validator = validator
         self._tiers = [tier.name for tier in runtime.core.stats().tiers]
-        self._turns = turns
+        self._long_calls = long_calls
+        self._turns = long_calls.scheduler
         self._actions: Counter[str] = Counter()
         """Number of actions per tenant that run or wait."""
         self._permits: dict[str, asyncio.Semaphore] = {}
@@ -182,13 +181,23 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def _prefetch(
         self, prompts: Sequence[tuple[NamespaceSpec, list[bytes]]], tenant: str, seconds: float
     ) -> ActionCounts:
-        """Promotes blocks in a session of its own, which ends with the call."""
+        """Promotes blocks in a session of the core alone, which ends with the call."""
         total = ActionCounts()
         for namespace, keys in prompts:
             session = self._core.open_session(secrets.token_bytes(16), "conversations", None, namespace, tenant=tenant)
             try:
-                await self._query_shared_tiers(session, keys)
-                answer = await self._promote(session, keys, seconds)
+                deadline = self._runtime.now() + _SHARED_TIER_SECONDS
+                await self._long_calls.query_shared_tiers(session, keys, _ALL_TIERS, deadline, prefix=False, own=True)
+                now = self._runtime.now()
+                prefetch = self._core.prefetch(
+                    session,
+                    keys,
+                    now=now,
+                    prefix=False,
+                    lease_seconds=self._validator.leases.default,
+                    retain_until=now + seconds if seconds else 0.0,
+                )
+                answer = await self._long_calls.run(None, prefetch)
             finally:
                 self._core.close_session(session.id)
                 self._runtime.run_commands()
@@ -196,40 +205,6 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             total.kept += answer.present + answer.no_room
             total.missing += answer.missing + answer.unanswered
         return total
-
-    async def _promote(self, session: EngineSession, keys: list[bytes], seconds: float) -> PrefetchAnswer:
-        """Prefetches blocks. If the call is cancelled or fails, no lease remains."""
-        handler, until = self._core.lookup_handler, self._runtime.now() + seconds if seconds else 0.0
-        prefetch = handler.begin_prefetch(session, keys, request_id="", prefix=False, retain_until=until)
-
-        def work() -> bool:
-            now = self._runtime.now()
-            expires_at = now + self._validator.leases.default
-            return handler.look_up_slice(prefetch, _PREFETCH_SLICE, expires_at=expires_at, now=now)
-
-        try:
-            await self._in_slices(work)
-        except BaseException:
-            handler.abandon(prefetch)
-            raise
-        return handler.end_prefetch(prefetch)
-
-    async def _query_shared_tiers(self, session: EngineSession, keys: list[bytes]) -> None:
-        shared, everywhere = self._core.shared_tiers, TierFilter()
-        if not shared:
-            return
-        deadline = self._runtime.now() + _SHARED_TIER_SECONDS
-        waiting: list[bytes] = []
-        for start in range(0, len(keys), _PREFETCH_SLICE):
-            waiting += shared.query(session, keys[start : start + _PREFETCH_SLICE], everywhere, prefix=False)[0]
-            self._runtime.run_commands()
-            await self._turns.pause()
-        while waiting and (remaining := deadline - self._runtime.now()) > 0:
-            change = self._runtime.next_change
-            while waiting and shared.presence(session, waiting[-1], everywhere) is not Presence.UNKNOWN:
-                waiting.pop()
-            if waiting:
-                await self._runtime.wait_for_change(remaining, change)
 
     async def _run(self, task: ConversationTask) -> ActionCounts:
         await self._in_slices(task.work)

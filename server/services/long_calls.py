@@ -7,15 +7,16 @@ import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from ...tiers.base import TierFilter
+from ...tiers.core.commands import Waiter
 from ...tiers.core.holds import Hold, HoldClaim, SlicedPublication
-from ...tiers.core.in_flight_stores import Store
-from ...tiers.core.leases import LookupAnswer, SlicedLookup
-from ...tiers.core.prefetches import PrefetchAnswer
+from ...tiers.core.in_flight_stores import STORE_SLICE
+from ...tiers.core.operations import Operation
 from ...tiers.core.secondary import Presence
-from ...tiers.errors import CoreError, LeaseNotFound
-from ...tiers.types import DurableStatus, EngineSession, LeaseId, PublishStatus, StoreAnswer, StoreId
+from ...tiers.errors import LeaseNotFound
+from ...tiers.types import DurableStatus, EngineSession, LeaseId, PublishStatus, StoreId
 from ..refused import Refused
 from ..rpc.request_checks import NamesKeys, RequestValidator
 from ..rpc.sessions import SessionRegistry
@@ -23,6 +24,8 @@ from ..rpc.slice_scheduler import SliceScheduler, slices_of
 from ..runtime import TierRuntime
 
 __all__ = ["LongCalls"]
+
+T = TypeVar("T")
 
 _SLICE = 512
 """Keys per slice of a query of shared tiers, and leases per slice of a renewal."""
@@ -33,12 +36,6 @@ _MAX_WAITING = 256
 tenant wakes all of them, 10 to 20 µs each; further ones are answered at once."""
 _KEY_SLICE = 2048
 """To read and check a key of a request takes 0.1 to 0.3 µs."""
-_STORE_SLICE = 256
-"""A store takes 2 to 3 µs per key at its begin, and 4 to 6 µs at its end."""
-_LOOKUP_SLICE = 256
-"""A lookup takes 1 to 2 µs per key."""
-_WAITING_SLICE = 16
-"""The same for a lookup that waits for room: the later blocks of a slice are not evicted for it."""
 _READ_SLICE = 1024
 """To read the slot of a block takes 0.3 µs."""
 _RETRY_SECONDS = 0.005
@@ -55,7 +52,7 @@ class LongCalls:
         self._core = runtime.core
         self._sessions = sessions
         self.scheduler = self._scheduler = scheduler
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._waiting: Counter[str] = Counter()
         """Number of calls per tenant that each change wakes."""
 
@@ -155,60 +152,43 @@ class LongCalls:
             if not number % _FLUSH_SLICE:
                 await self._scheduler.turn(session)
 
-    async def look_up(self, lookup: SlicedLookup, lease_seconds: float, deadline: float = 0.0) -> LookupAnswer:
-        """Performs a lookup. If the call is cancelled or fails, no lease remains.
+    async def run(self, session: EngineSession | None, operation: Operation[T]) -> T:
+        """Performs an operation of the core, in turns. If the call ends early, the core undoes it.
 
-        If the lookup may wait for room, it waits until the deadline.
+        Raises `Refused` if the session has ended meanwhile. `session`: None for a call without one.
         """
-        handler, more, turn_ends = self._core.lookup_handler, True, 0.0
+        turn_ends = 0.0
         try:
-            if lookup.may_wait and handler.must_queue(lookup):
-                await self._wait_for_room(lookup, deadline)
-            while more:
-                if lookup.lacks_room:
-                    await self._wait_for_room(lookup, deadline)
-                if len(lookup.keys) > _LOOKUP_SLICE and time.monotonic() >= turn_ends:
-                    turn_ends = await self._scheduler.turn(lookup.session)
-                now = self._runtime.now()
-                size = _LOOKUP_SLICE if lookup.waiter is None else _WAITING_SLICE
-                more = handler.look_up_slice(lookup, size, expires_at=now + lease_seconds, now=now)
+            self._runtime.get_finished_jobs()
+            waiter = next(operation)
+            while True:
                 self._runtime.run_commands()
-        except BaseException:  # also a cancellation: the client never gets the lease's id
-            handler.abandon(lookup)
-            self._runtime.run_commands()
-            raise
+                if waiter is not None and session is not None:
+                    await self._wait_for_room(session, waiter)
+                elif time.monotonic() >= turn_ends:
+                    turn_ends = await self._turn(session)
+                self._runtime.get_finished_jobs()
+                waiter = operation.send(self._runtime.now())
+        except StopIteration as end:
+            answer: T = end.value
+            return answer
         finally:
-            if lookup.waiter is not None:
-                handler.room.leave(lookup.waiter, self._runtime.now())
-                self._runtime.run_commands()
-        return lookup.answer()
+            operation.close()  # if the call ends early, no client gets the answer
+            self._runtime.run_commands()
 
-    async def _wait_for_room(self, lookup: SlicedLookup, deadline: float) -> None:
-        """Waits until the lookup may try again. After the deadline it may not wait again."""
-        room = self._core.lookup_handler.room
-        if lookup.waiter is None:
-            lookup.waiter = room.enter(lookup.session, self._runtime.now())
-        if lookup.waiter is not None and lookup.is_over_budget:
-            room.yield_turn(lookup.waiter)
-        self._runtime.run_commands()
+    async def _turn(self, session: EngineSession | None) -> float:
+        return await (self._scheduler.pause() if session is None else self._scheduler.turn(session))
+
+    async def _wait_for_room(self, session: EngineSession, waiter: Waiter) -> None:
+        """Waits until a lookup may try again, at most until its deadline."""
         tried_at = self._runtime.now()
-        while lookup.waiter is not None and (remaining := deadline - self._runtime.now()) > 0:
-            if lookup.waiter.is_offered:
-                # So that a lookup that needs many blocks does not try again for each of them.
-                await asyncio.sleep(min(remaining, max(0.0, tried_at + _RETRY_SECONDS - self._runtime.now())))
-                await self._scheduler.turn(lookup.session)
-                lookup.waiter.is_offered = False
-                return
-            await self._runtime.wait_for(lookup.waiter, remaining)
-            self._sessions.check(lookup.session)
-        lookup.may_wait = False
-
-    async def prefetch(self, prefetch: SlicedLookup, lease_seconds: float) -> PrefetchAnswer:
-        """Performs a prefetch. If the call is cancelled or fails, its promotions continue."""
-        await self.look_up(prefetch, lease_seconds)
-        answer = self._core.lookup_handler.end_prefetch(prefetch)
-        self._runtime.run_commands()
-        return answer
+        while not waiter.is_offered and (remaining := waiter.until - self._runtime.now()) > 0:
+            await self._runtime.wait_for(waiter, remaining)
+            self._sessions.check(session)
+        # So that a lookup that needs many blocks does not try again for each of them.
+        retry_at = min(waiter.until, tried_at + _RETRY_SECONDS)
+        await asyncio.sleep(max(0.0, retry_at - self._runtime.now()))
+        await self._scheduler.turn(session)
 
     async def read(
         self, session: EngineSession, lease_id: LeaseId, items: Sequence[int], *, counted: bool = True
@@ -246,13 +226,13 @@ class LongCalls:
 
     async def publish(self, publication: SlicedPublication) -> Hold | PublishStatus:
         """Publishes a hold. If the call is cancelled or fails, no hold remains."""
-        handoffs, more, is_long = self._core.handoffs, True, len(publication.keys) > _STORE_SLICE
+        handoffs, more, is_long = self._core.handoffs, True, len(publication.keys) > STORE_SLICE
         try:
             while more:
                 if is_long:
                     await self._scheduler.turn(publication.session)
                 self._runtime.get_finished_jobs()
-                more = handoffs.publish_slice(publication, _STORE_SLICE, self._runtime.now())
+                more = handoffs.publish_slice(publication, STORE_SLICE, self._runtime.now())
                 is_long = True  # also if few blocks wait until the pins of ended holds are removed
                 self._runtime.run_commands()
         except BaseException:  # also a cancellation
@@ -267,100 +247,57 @@ class LongCalls:
         claims, more = self._core.handoffs.claims, True
         try:
             while more:
-                if len(claim.hold.keys) > _STORE_SLICE:
+                if len(claim.hold.keys) > STORE_SLICE:
                     await self._scheduler.turn(claim.session)
                 now = self._runtime.now()
-                more = claims.claim_slice(claim, _STORE_SLICE, expires_at=now + lease_seconds, now=now)
+                more = claims.claim_slice(claim, STORE_SLICE, expires_at=now + lease_seconds, now=now)
                 self._runtime.run_commands()
         except BaseException:  # also a cancellation: the client never gets the lease's id
             claims.abandon(claim)
             self._runtime.run_commands()
             raise
 
-    async def prepare_store(
-        self,
-        session: EngineSession,
-        keys: Sequence[bytes],
-        *,
-        request_id: str,
-        lease_seconds: float,
-        retain_for: float,
-        grant_id: int = 0,
-    ) -> StoreAnswer:
-        """Begins a store. If the call is cancelled or fails, no store remains."""
-        store_id: StoreId | None = None
-        statuses, slots, not_retained = [], [], 0
-        try:
-            for number, part in enumerate(slices_of(keys, _STORE_SLICE), start=1):
-                if len(part) < len(keys):
-                    await self._scheduler.turn(session)
-                now = self._runtime.now()
-                self._runtime.get_finished_jobs()
-                answer = self._core.prepare_store(
-                    session,
-                    part,
-                    request_id=request_id,
-                    expires_at=now + lease_seconds,
-                    retain_until=now + retain_for if retain_for else 0.0,
-                    extends=store_id,
-                    more=number * _STORE_SLICE < len(keys),
-                    now=now,
-                    grant_id=grant_id,
-                )
-                self._runtime.run_commands()
-                store_id = answer.store_id
-                statuses.append(answer.statuses)
-                slots += answer.slots
-                not_retained += answer.not_retained
-        except BaseException:  # also a cancellation: the client never gets the store's id
-            if store_id is not None:
-                _ = self._spawn(self._abort(session, store_id))
-            raise
-        return StoreAnswer(store_id, b"".join(statuses), slots, not_retained)
-
-    async def _abort(self, session: EngineSession, store_id: StoreId) -> None:
-        with contextlib.suppress(CoreError):
-            failed = range(len(self._core.store(session, store_id).blocks))
-            await self._complete(session, self._core.store_handler.begin_completion(session, store_id, failed))
-
     async def complete_store(self, session: EngineSession, store_id: StoreId, failed: Sequence[int]) -> Sequence[int]:
-        """Ends a store, also if the call is cancelled meanwhile. Raises a CoreError.
+        """Ends a store, also if the call is cancelled meanwhile. Raises a CoreError, `Refused`.
 
         Returns the positions of the further blocks that are not stored, because bytes are missing.
         """
-        store = self._core.store_handler.begin_completion(session, store_id, failed)
-        if len(store.blocks) <= _STORE_SLICE:
-            self._core.store_handler.complete_slice(store, _STORE_SLICE)
-            self._runtime.run_commands()
-        else:
-            await asyncio.shield(self._spawn(self._complete(session, store)))
-        return store.unreceived or ()
+        is_short = len(self._core.store(session, store_id).blocks) <= STORE_SLICE
+        completion = self.run(session, self._core.complete_store(session, store_id, failed))
+        return await (completion if is_short else asyncio.shield(self._spawn(completion)))
 
-    async def _complete(self, session: EngineSession, store: Store) -> None:
-        """Completes a store. If the session ends, the core abandons the rest of the store."""
-        with contextlib.suppress(Refused):
-            await self._scheduler.turn(session)
-            while self._core.store_handler.complete_slice(store, _STORE_SLICE):
-                self._runtime.run_commands()
-                await self._scheduler.turn(session)
-        self._runtime.run_commands()
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
 
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # the call that waited for it may be cancelled
+
     async def query_shared_tiers(
-        self, session: EngineSession, keys: Sequence[bytes], tiers: TierFilter, deadline: float, *, prefix: bool
+        self,
+        session: EngineSession,
+        keys: Sequence[bytes],
+        tiers: TierFilter,
+        deadline: float,
+        *,
+        prefix: bool,
+        own: bool = False,
     ) -> None:
-        """Asks the shared tiers which keys they have, and waits for the answers or the deadline."""
+        """Asks the shared tiers which keys they have, and waits for the answers or the deadline.
+
+        `own`: whether only the core knows the session, which has no client.
+        """
         if not self._core.shared_tiers:
             return
+        caller = None if own else session
         open_keys: deque[bytes] = deque()
         for part in slices_of(keys, _SLICE):
             if len(part) < len(keys):
-                await self._scheduler.turn(session)
+                await self._turn(caller)
             outstanding, has_miss = self._core.shared_tiers.query(session, part, tiers, prefix=prefix)
             self._runtime.run_commands()
             open_keys += outstanding
@@ -368,16 +305,23 @@ class LongCalls:
                 break
         while open_keys and (remaining := deadline - self._runtime.now()) > 0:
             change = self._runtime.next_change
-            await self._drop_answered(session, open_keys, tiers, prefix=prefix)
+            await self._drop_answered(session, caller, open_keys, tiers, prefix=prefix)
             if open_keys:
                 # Asks again if the answer has expired.
                 self._core.shared_tiers.query(session, [open_keys[0]], tiers, prefix=prefix)
                 self._runtime.run_commands()
                 await self._runtime.wait_for_change(remaining, change)
-                self._sessions.check(session)
+                if caller is not None:
+                    self._sessions.check(caller)
 
     async def _drop_answered(
-        self, session: EngineSession, open_keys: deque[bytes], tiers: TierFilter, *, prefix: bool
+        self,
+        session: EngineSession,
+        caller: EngineSession | None,
+        open_keys: deque[bytes],
+        tiers: TierFilter,
+        *,
+        prefix: bool,
     ) -> None:
         """Drops the first keys, up to a key without an answer. With `prefix`, a miss drops all."""
         for number in range(1, len(open_keys) + 1):
@@ -389,7 +333,7 @@ class LongCalls:
                 open_keys.clear()
                 return
             if not number % _SLICE:
-                await self._scheduler.turn(session)
+                await self._turn(caller)
 
     async def release(self, session: EngineSession, lease_ids: Iterable[int]) -> None:
         """Releases leases; ignores unknown ones. Raises NotOwner."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from harness.operations import run_to_end
 from harness.polling import async_wait_until
 
 from kvtier.cuda.host.region import HostRegion
@@ -76,7 +77,9 @@ class Calls:
 
     def store(self, keys: Sequence[bytes]) -> StoreId:
         """Begins a store, so that the keys are pending."""
-        answer = self.runtime.core.prepare_store(self.session, keys, request_id="", expires_at=1e12)
+        answer = run_to_end(
+            self.runtime.core.prepare_store(self.session, keys, request_id="", now=0, lease_seconds=1e12)
+        )
         assert answer.store_id is not None
         return answer.store_id
 

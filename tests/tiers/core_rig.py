@@ -1,5 +1,6 @@
 """Rig for tests of the decision core: a core, a session, and shorthands for keys and statuses."""
 
+from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome
@@ -51,14 +52,16 @@ class Rig:
         return session
 
     def store(self, names: list[bytes]) -> bytes:
-        answer = self.core.prepare_store(self.session, names, request_id="", expires_at=60)
+        answer = run_to_end(self.core.prepare_store(self.session, names, now=0, lease_seconds=60))
         if answer.store_id is not None:
-            self.core.complete_store(self.session, answer.store_id)
+            run_to_end(self.core.complete_store(self.session, answer.store_id))
         return answer.statuses
 
     def look_up(self, names: list[bytes], *, prefix: bool = True) -> bytes:
         """Returns the statuses; the lease is released at once."""
-        lease = self.core.lookup(self.session, names, prefix=prefix, request_id="", expires_at=60).lease
+        lease = run_to_end(
+            self.core.lookup(self.session, names, prefix=prefix, request_id="", now=0, lease_seconds=60)
+        ).lease
         if lease is None:
             return MISS * len(names)
         statuses = lease.statuses()

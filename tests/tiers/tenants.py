@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome
@@ -64,22 +65,29 @@ class Rig:
         session, names, not_retained = self.session(spec(tenant)), keys(numbers, group=group), 0
         for start in range(0, len(names), chunk):
             some = names[start : start + chunk]
-            answer = self.core.prepare_store(session, some, request_id="", expires_at=1e9, retain_until=retain_until)
+            answer = run_to_end(
+                self.core.prepare_store(
+                    session, some, request_id="", now=0, lease_seconds=1e9, retain_until=retain_until
+                )
+            )
             not_retained += answer.not_retained
             if answer.store_id is not None:
-                self.core.complete_store(session, answer.store_id)
+                run_to_end(self.core.complete_store(session, answer.store_id))
             self.work()
         return not_retained
 
     def look_up(self, tenant: str, numbers: Iterable[int], *, retain_until: float = 0.0) -> int:
         """Looks up blocks; returns the number of hits."""
-        found = self.core.lookup(
-            self.session(spec(tenant)),
-            keys(numbers),
-            prefix=False,
-            request_id="",
-            expires_at=1e9,
-            retain_until=retain_until,
+        found = run_to_end(
+            self.core.lookup(
+                self.session(spec(tenant)),
+                keys(numbers),
+                prefix=False,
+                request_id="",
+                now=0,
+                lease_seconds=1e9,
+                retain_until=retain_until,
+            )
         )
         self.work()
         if found.lease is None:

@@ -96,7 +96,8 @@ class Waiter:
     session_id: bytes
     namespace: NamespaceId
     since: float
-    """In seconds of the core's clock."""
+    """Begin and end of the wait, in seconds of the core's clock."""
+    until: float
     is_offered: bool = False
     """Whether there may be room. The waiter then tries again, and clears this."""
 

@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from ..stats.request_log import LookupRecord, OutcomeRun
 
 
-__all__ = ["PENDING_COST", "BlockLease", "LeaseTable", "LookupAnswer", "SlicedLookup"]
+__all__ = ["LOOKUP_SLICE", "PENDING_COST", "BlockLease", "LeaseTable", "LookupAnswer", "RunningLookup"]
 
 K = TypeVar("K")
 
 SLICE = 2048
+LOOKUP_SLICE = 256
+"""Keys per slice of a lookup, at 1 to 2 µs per key."""
 LEASE_COST = 1024
 """Number of items that a lease counts as, in addition to its own, so that leases are few."""
 PENDING_COST = 16
@@ -160,8 +162,8 @@ class LookupAnswer:
 
 
 @dataclass(slots=True, eq=False)
-class SlicedLookup:
-    """A lookup that runs in slices. Between two slices its lease owns the pins of the hits.
+class RunningLookup:
+    """A running lookup. Between two slices its lease owns the pins of the hits.
 
     Attributes:
         position: number of keys that the slices so far have looked up.
@@ -181,6 +183,10 @@ class SlicedLookup:
     excluded: Collection[int]
     min_hits: int = 0
     retain_until: float = 0.0
+    lease_seconds: float = 0.0
+    deadline: float = 0.0
+    """Time until which the lookup waits for room."""
+    slice_keys: int = LOOKUP_SLICE
     position: int = 0
     counted: int = 0
     is_short: bool = False

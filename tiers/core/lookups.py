@@ -17,8 +17,9 @@ from .block import Block
 from .commands import Command, EndReaders
 from .conversations import Conversation, ConversationTable
 from .cpu_tier import CpuTier
-from .leases import BlockLease, LeaseTable, SlicedLookup
+from .leases import LOOKUP_SLICE, BlockLease, LeaseTable, LookupAnswer, RunningLookup
 from .miss_explainer import LookupMatch, MissExplainer
+from .operations import Operation
 from .placement import Placement
 from .prefetches import PrefetchAnswer, PrefetchProgress
 from .room_queue import RoomQueue
@@ -32,6 +33,9 @@ MAX_LEASED_ITEMS = 4 << 20
 """Limit for the items of a session's leases, plus `LEASE_COST` each. Then lookups are refused."""
 MAX_TENANT_LEASED_ITEMS = 32 << 20
 """The same for all sessions of a tenant, about 300 to 450 MiB. Pending items cost more."""
+
+WAITING_SLICE = 16
+"""Keys per slice of a lookup that waits: later blocks of a slice are not evicted for it."""
 
 _ALL_TIERS = TierFilter()
 
@@ -86,68 +90,87 @@ class LookupHandler:
         *,
         request_id: str,
         prefix: bool,
+        lease_seconds: float,
         tiers: TierFilter = _ALL_TIERS,
         min_hits: int = 0,
         retain_until: float = 0.0,
         conversation: Conversation | None = None,
         grant_id: int = 0,
-        may_wait: bool = False,
-    ) -> SlicedLookup:
-        """Begins a lookup, which `look_up_slice` continues. Raises InvalidItem, LimitExceeded.
-
-        `may_wait`: whether the lookup pauses if there is no room; see `SlicedLookup.lacks_room`.
-        """
+        deadline: float = 0.0,
+        slice_keys: int = LOOKUP_SLICE,
+    ) -> RunningLookup:
+        """Checks and returns a lookup, which `run` performs. Raises InvalidItem, LimitExceeded."""
         excluded = self._residency.excluded(tiers)
         self.check_room(session, len(keys))
         owner = Owner(session.engine, session.id, request_id, grant_id)
         self.leases.check_grant(session, owner)
-        lookup = SlicedLookup(session, owner, keys, prefix, excluded, min_hits, retain_until, user=owner.user)
-        lookup.may_wait = may_wait
+        lookup = RunningLookup(
+            session,
+            owner,
+            keys,
+            prefix,
+            excluded,
+            min_hits,
+            retain_until,
+            lease_seconds,
+            deadline,
+            slice_keys,
+            user=owner.user,
+        )
         if conversation is not None:
             lookup.conversation = conversation
             lookup.retain_until = max(retain_until, conversation.retain_until)
         return lookup
 
-    def begin_prefetch(
-        self,
-        session: EngineSession,
-        keys: Sequence[bytes],
-        *,
-        request_id: str,
-        tiers: TierFilter = _ALL_TIERS,
-        retain_until: float = 0.0,
-        prefix: bool = True,
-    ) -> SlicedLookup:
-        """Begins a lookup that starts promotions, and counts as no lookup in statistics.
-
-        `look_up_slice` continues it, `end_prefetch` ends it. Raises InvalidItem, LimitExceeded.
-        """
-        lookup = self.begin(session, keys, request_id=request_id, prefix=prefix, tiers=tiers, retain_until=retain_until)
-        lookup.prefetch = PrefetchProgress()
-        return lookup
-
-    def end_prefetch(self, lookup: SlicedLookup) -> PrefetchAnswer:
-        """Ends the lease of a prefetch. The promotions that it has started continue."""
-        assert lookup.prefetch is not None
-        answer = lookup.prefetch.answer(len(lookup.keys), len(lookup.retries), lookup.not_retained)
-        self.abandon(lookup)
-        return answer
-
-    def look_up_slice(self, lookup: SlicedLookup, most: int | None = None, *, expires_at: float, now: float) -> bool:
-        """Looks up the next `most` keys; returns whether to call it again.
+    def run(self, lookup: RunningLookup, now: float) -> Operation[LookupAnswer]:
+        """Performs a lookup. If it ends early, no lease remains.
 
         If the lease of the earlier slices has ended meanwhile, no key is a hit. Raises
         LimitExceeded, or InvalidItem if the client has withdrawn the lookup.
         """
-        lookup.session.check_wanted(lookup.owner.grant_id)
-        lookup.lacks_room = False
-        if lookup.lease is not None and not self.leases.is_open(lookup.lease):
+        try:
+            lookup.may_wait = lookup.deadline > now
+            if lookup.may_wait and self.must_queue(lookup):
+                now = yield from self.room.wait(lookup, now)
+            if len(lookup.keys) > lookup.slice_keys:
+                now = yield None
+            while self._is_wanted(lookup) and self._next_slice(lookup, now):
+                now = (yield from self.room.wait(lookup, now)) if lookup.lacks_room else (yield None)
+        except BaseException:
             self.abandon(lookup)
-            return False
+            raise
+        finally:
+            if lookup.waiter is not None:
+                self.room.leave(lookup.waiter, max(now, self._cpu_tier.queues.now))
+                lookup.waiter = None
+        return lookup.answer()
+
+    def run_prefetch(self, lookup: RunningLookup, now: float) -> Operation[PrefetchAnswer]:
+        """Performs a lookup that starts promotions, and counts as no lookup in statistics.
+
+        It has no lease at its end. The promotions that it has started continue.
+        """
+        progress = lookup.prefetch = PrefetchProgress()
+        yield from self.run(lookup, now)
+        if lookup.lease is not None:
+            self.end([lookup.lease])
+        return progress.answer(len(lookup.keys), len(lookup.retries), lookup.not_retained)
+
+    def _is_wanted(self, lookup: RunningLookup) -> bool:
+        """Returns False if the lease has ended. Raises InvalidItem after a withdrawal."""
+        lookup.session.check_wanted(lookup.owner.grant_id)
+        if lookup.lease is None or self.leases.is_open(lookup.lease):
+            return True
+        self.abandon(lookup)
+        return False
+
+    def _next_slice(self, lookup: RunningLookup, now: float) -> bool:
+        """Looks up the next keys; returns whether slices are left."""
+        lookup.lacks_room = False
         if lookup.uncounted and lookup.position == len(lookup.keys):
             return lookup.count_references(self._miss_ratio_curves)
         namespace, start = lookup.session.namespace, lookup.position
-        size = len(lookup.keys) if most is None else most
+        size = lookup.slice_keys if lookup.waiter is None else min(lookup.slice_keys, WAITING_SLICE)
         resetting = self._cpu_tier.pending_reset_blocks(namespace.id)
         if not resetting and lookup.rest is None and self._count_hits(lookup, size):
             self._residency.send_queries()
@@ -169,7 +192,7 @@ class LookupHandler:
                 lookup.count_references(self._miss_ratio_curves)
         self._residency.send_queries()
         lookup.not_retained += self._record_use(match, lookup.user, lookup.retain_until)
-        self._grant(lookup, match, expires_at, now)
+        self._grant(lookup, match, now)
         lookup.retries += [start + position for position in match.retries]
         lookup.position += len(keys)
         if lookup.position < len(lookup.keys):
@@ -177,7 +200,7 @@ class LookupHandler:
         self._finish(lookup)
         return lookup.count_references(self._miss_ratio_curves)
 
-    def _next_keys(self, lookup: SlicedLookup, size: int) -> Sequence[bytes]:
+    def _next_keys(self, lookup: RunningLookup, size: int) -> Sequence[bytes]:
         """Returns the keys of the next slice, and records them for the conversation."""
         keys = lookup.keys[lookup.position : lookup.position + size]
         if lookup.conversation is not None:
@@ -186,7 +209,7 @@ class LookupHandler:
             lookup.user = lookup
         return keys
 
-    def abandon(self, lookup: SlicedLookup) -> None:
+    def abandon(self, lookup: RunningLookup) -> None:
         """Ends a lookup without hits: ends its lease, if that is still open."""
         lease, lookup.lease, lookup.retries = lookup.lease, None, []
         lookup.position = len(lookup.keys)
@@ -194,7 +217,7 @@ class LookupHandler:
             self.end([lease])
         self._finish(lookup)
 
-    def _finish(self, lookup: SlicedLookup) -> None:
+    def _finish(self, lookup: RunningLookup) -> None:
         if lookup.user is lookup:
             self._cpu_tier.finish(lookup)
             self._transfers.request_finished(lookup)
@@ -203,7 +226,7 @@ class LookupHandler:
             self._take_back_hits(lookup, lease)
             self.abandon(lookup)
 
-    def _take_back_hits(self, lookup: SlicedLookup, lease: BlockLease) -> None:
+    def _take_back_hits(self, lookup: RunningLookup, lease: BlockLease) -> None:
         """Counts the hits of a lookup as misses, because it has fewer than `min_hits`.
 
         Blocks were evicted after `_count_hits` had found them, or there was no room for all of
@@ -226,7 +249,7 @@ class LookupHandler:
         if self.leases.items_of_tenant(session.namespace.id) + keys > MAX_TENANT_LEASED_ITEMS:
             raise LimitExceeded("the sessions of the tenant hold too many leases; release some")
 
-    def _count_hits(self, lookup: SlicedLookup, most: int) -> bool:
+    def _count_hits(self, lookup: RunningLookup, most: int) -> bool:
         """Checks `min_hits` if one slice is too short for it; returns whether keys are left.
 
         So no promotion starts if there are too few leading hits.
@@ -289,7 +312,7 @@ class LookupHandler:
                 lease.record.fail(item, reason)
         return list(dict.fromkeys(lease for lease, _ in waited if not lease.pending))
 
-    def _find(self, lookup: SlicedLookup, keys: Sequence[bytes], match: LookupMatch) -> Sequence[bytes]:
+    def _find(self, lookup: RunningLookup, keys: Sequence[bytes], match: LookupMatch) -> Sequence[bytes]:
         """Pins the hits among the next keys of a lookup, and starts promotions.
 
         Returns the keys that it has looked up: if the lookup waits for room, those before the first
@@ -387,9 +410,9 @@ class LookupHandler:
             self._transfers.retain(hits)
         return not_retained
 
-    def _grant(self, lookup: SlicedLookup, match: LookupMatch, expires_at: float, now: float) -> None:
+    def _grant(self, lookup: RunningLookup, match: LookupMatch, now: float) -> None:
         """Adds the hits to the lookup's lease; grants the lease at the first hit."""
-        lease = lookup.lease
+        lease, expires_at = lookup.lease, now + lookup.lease_seconds
         if lease is None and any(match.items):
             earlier, sources = [None] * lookup.position, bytes(lookup.position)
             lease = lookup.lease = self.leases.grant(
@@ -412,7 +435,9 @@ class LookupHandler:
             if block is not None and not block.ready:
                 self.counters.hit(block.namespace, source, -1)
 
-    def _record(self, lookup: SlicedLookup, now: float, runs: tuple[OutcomeRun, ...], first_miss: bytes | None) -> None:
+    def _record(
+        self, lookup: RunningLookup, now: float, runs: tuple[OutcomeRun, ...], first_miss: bytes | None
+    ) -> None:
         if lookup.prefetch is not None:
             return
         owner = lookup.owner

@@ -1,42 +1,28 @@
 """Decision core of the tiered cache: events in, answers and commands out.
 
 An event is a method call. The call returns its answer at once and appends commands for the server,
-which fetches them with `take_commands()`. The core does no I/O, reads no clock and uses no threads.
+which fetches them with `take_commands()`. A long event returns an `Operation`, whose steps are
+events. The core does no I/O, reads no clock and uses no threads.
 Calls must not overlap. `now`: monotonic seconds. A refused event (`CoreError`) changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import count
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
-from ..base import NamespaceId, Outcome, RequestInfo, SecondaryTier, TierFilter
+from ..base import NamespaceId, Outcome, RequestInfo, TierFilter
 from ..errors import InvalidNamespace, UnknownSession
-from ..stats.counters import HitCounters
-from ..stats.eviction_history import EvictionHistory, history_size
-from ..stats.miss_ratio_curve import MissRatioCurves
-from ..stats.request_log import RequestLog, RequestRecord
-from ..stats.snapshots import ManagerStats, NamespaceStats
-from ..types import EngineSession, JobId, LeaseId, NamespaceSpec, Negotiation, StoreAnswer, StoreId
+from ..stats.request_log import RequestRecord
+from ..types import EngineSession, JobId, LeaseId, NamespaceSpec, Negotiation, Owner, StoreAnswer, StoreId
 from .bulk_eviction import EvictionRequest, EvictionTask
 from .commands import Command, LeaseSettled
-from .completions import CompletionHandler, Durability
-from .conversation_tasks import ConversationTasks
-from .cpu_tier import CpuTier
-from .event_log import EventLog
-from .handoff_log import HandoffLog
-from .handoffs import HandoffHandler
-from .in_flight_stores import Store
-from .leases import BlockLease, LookupAnswer
-from .lookups import LookupHandler
-from .requests import Request, RequestTable
-from .residency import SharedTierQueries
-from .settings import CPU_TIER, TierSettings
-from .sliced_work import IncrementalWork
-from .stores import StoreHandler
-from .transfers import TransferScheduler
+from .in_flight_stores import STORE_SLICE, Preparation, Store
+from .leases import LOOKUP_SLICE, BlockLease, LookupAnswer
+from .operations import Operation
+from .parts import CoreParts
+from .prefetches import PrefetchAnswer
+from .requests import Request
+from .settings import CPU_TIER
 
 __all__ = ["CPU_TIER", "TierManager"]
 
@@ -45,128 +31,8 @@ _MAX_COUNTED_NAMESPACES = 65_536
 """Number of namespaces that the statistics can tell apart, about 120 bytes each."""
 
 
-class TierManager:
+class TierManager(CoreParts):
     """Decides where blocks are stored, what pins them and what is evicted."""
-
-    def __init__(
-        self,
-        region_bytes: int,
-        extent_bytes: int,
-        tiers: Sequence[SecondaryTier],
-        *,
-        max_queued_bytes: int | None = None,
-        new_ids: Iterator[int] | None = None,
-        settings: TierSettings | None = None,
-        now: float = 0.0,
-    ) -> None:
-        """Builds the core and recovers the blocks that the tiers kept from an earlier run.
-
-        Args:
-            region_bytes: final size of the region; memory is added with `add_memory`.
-            extent_bytes: unit in which size classes claim memory; also the largest part of a block.
-            tiers: the secondary tiers, in lookup order.
-            max_queued_bytes: limit of each write-back queue; default: a quarter of the region.
-            new_ids: ids of leases and stores, not 0. Random ids tell a client nothing about other
-                clients, and differ from those of an earlier run. Default: counted from 1.
-            settings: policies, quotas and times per tier.
-            now: the time, in seconds of the clock that `tick` uses.
-
-        Raises ValueError if the settings are inconsistent.
-        """
-        settings = settings or TierSettings()
-        settings.check({CPU_TIER, *(tier.name for tier in tiers)})
-        self._region_bytes, self._now = region_bytes, now
-        self._commands: list[Command] = []
-        self._sessions: dict[bytes, EngineSession] = {}
-        self._namespaces: set[NamespaceId] = set()
-        self._create_statistics(settings, [tier.capacity_bytes for tier in tiers])
-        self._create_tiers(settings, extent_bytes, tiers, max_queued_bytes or region_bytes // 4)
-        self._create_handlers(settings, tiers, count(1) if new_ids is None else new_ids)
-        self._transfers.recover()
-
-    def _create_statistics(self, settings: TierSettings, capacities: Sequence[int]) -> None:
-        """Creates the records of requests and misses. No decision depends on them."""
-        self._history = EvictionHistory(history_size(self._region_bytes))
-        self._request_log = RequestLog()
-        self._counters = HitCounters(len(capacities), {tenant.tag: tenant.name for tenant in settings.tenants})
-        sizes = [self._region_bytes, *capacities]
-        self._miss_ratio_curves = MissRatioCurves(sizes, self._tier_of) if settings.estimates else None
-        self._expired_leases = self._expired_stores = 0
-
-    def _create_tiers(
-        self, settings: TierSettings, extent_bytes: int, tiers: Sequence[SecondaryTier], max_queued_bytes: int
-    ) -> None:
-        self.events = EventLog(self._commands, settings.content_bytes)
-        self._cpu_tier = CpuTier(
-            extent_bytes=extent_bytes,
-            queues=settings.new_queues(CPU_TIER, self._region_bytes, self._now),
-            history=self._history,
-            spare_part=settings.spare_part,
-            events=self.events,
-        )
-        self._transfers = TransferScheduler(
-            tiers=tiers,
-            settings=settings,
-            now=self._now,
-            max_queued_bytes=max_queued_bytes,
-            cpu_tier=self._cpu_tier,
-            history=self._history,
-            commands=self._commands,
-            events=self.events,
-        )
-        self.shared_tiers = SharedTierQueries(self._transfers.residency, self._cpu_tier)
-        self.durability = Durability(cpu_tier=self._cpu_tier, transfers=self._transfers)
-
-    def _create_handlers(self, settings: TierSettings, tiers: Sequence[SecondaryTier], new_ids: Iterator[int]) -> None:
-        """Creates the event handlers. A handler refers only to handlers created before it."""
-        self.requests = self._requests = RequestTable(tiers=tiers, on_end=self._request_ended)
-        self.conversations = ConversationTasks(self._cpu_tier, self._transfers)
-        self._sliced_work = IncrementalWork(cpu_tier=self._cpu_tier, transfers=self._transfers, commands=self._commands)
-        self.lookup_handler = self._lookups = LookupHandler(
-            cpu_tier=self._cpu_tier,
-            transfers=self._transfers,
-            conversations=self.conversations.table,
-            history=self._history,
-            request_log=self._request_log,
-            counters=self._counters,
-            miss_ratio_curves=self._miss_ratio_curves,
-            new_ids=new_ids,
-            continue_if=self._sliced_work.continue_if,
-            commands=self._commands,
-            region_bytes=self._region_bytes,
-            leased_part=settings.leased_part,
-        )
-        self.handoffs = HandoffHandler(
-            cpu_tier=self._cpu_tier,
-            lookups=self._lookups,
-            settings=settings,
-            region_bytes=self._region_bytes,
-            commands=self._commands,
-            log=HandoffLog(self._request_log, self._history),
-            continue_if=self._sliced_work.continue_if,
-        )
-        self._completions = CompletionHandler(
-            cpu_tier=self._cpu_tier,
-            transfers=self._transfers,
-            requests=self._requests,
-            lookups=self._lookups,
-            handoffs=self.handoffs,
-            history=self._history,
-            commands=self._commands,
-        )
-        self.store_handler = self._stores = StoreHandler(
-            cpu_tier=self._cpu_tier,
-            transfers=self._transfers,
-            requests=self._requests,
-            conversations=self.conversations.table,
-            completions=self._completions,
-            history=self._history,
-            miss_ratio_curves=self._miss_ratio_curves,
-            pin_budget=self._lookups.pin_budget,
-            new_ids=new_ids,
-            continue_if=self._sliced_work.continue_if,
-        )
-        self._sliced_work.pin_owners = (self._lookups.leases, self.handoffs, self._stores)
 
     def take_commands(self) -> list[Command]:
         self._lookups.room.offer_if_changed()
@@ -254,25 +120,66 @@ class TierManager:
         session: EngineSession,
         keys: Sequence[bytes],
         *,
-        prefix: bool,
-        request_id: str,
-        expires_at: float,
+        now: float,
+        request_id: str = "",
+        prefix: bool = True,
+        lease_seconds: float,
         tiers: TierFilter = _ALL_TIERS,
         min_hits: int = 0,
         retain_until: float = 0.0,
-    ) -> LookupAnswer:
-        """Finds blocks, pins the hits and starts promotions. The lease ends at `expires_at`.
+        grant_id: int = 0,
+        deadline: float = 0.0,
+        slice_keys: int = LOOKUP_SLICE,
+    ) -> Operation[LookupAnswer]:
+        """Finds blocks, pins the hits and starts promotions. See `LookupHandler.run`.
 
         With `prefix`, every key after the first miss is a miss. If fewer than `min_hits` leading
         keys are hits, all keys are misses. `tiers` excludes tiers. `retain_until` protects the hits
-        from eviction in all tiers until that time, within the retention budget. Raises
-        LimitExceeded if the session has too many leases, InvalidItem for an unknown tier.
+        from eviction in all tiers until that time, within the retention budget. If there is no room
+        for a promotion, the lookup waits until the deadline. Raises LimitExceeded if the session
+        has too many leases, InvalidItem for an unknown tier.
         """
-        options: dict[str, Any] = {"tiers": tiers, "min_hits": min_hits, "retain_until": retain_until}
-        options["conversation"] = self.requests.conversation_of(session, request_id)
-        lookup = self._lookups.begin(session, keys, prefix=prefix, request_id=request_id, **options)
-        self._lookups.look_up_slice(lookup, expires_at=expires_at, now=self._now)
-        return lookup.answer()
+        lookup = self._lookups.begin(
+            session,
+            keys,
+            request_id=request_id,
+            prefix=prefix,
+            lease_seconds=lease_seconds,
+            tiers=tiers,
+            min_hits=min_hits,
+            retain_until=retain_until,
+            conversation=self._requests.conversation_of(session, request_id),
+            grant_id=grant_id,
+            deadline=deadline,
+            slice_keys=slice_keys,
+        )
+        return self._lookups.run(lookup, now)
+
+    def prefetch(
+        self,
+        session: EngineSession,
+        keys: Sequence[bytes],
+        *,
+        now: float,
+        request_id: str = "",
+        prefix: bool = True,
+        lease_seconds: float,
+        tiers: TierFilter = _ALL_TIERS,
+        retain_until: float = 0.0,
+        slice_keys: int = LOOKUP_SLICE,
+    ) -> Operation[PrefetchAnswer]:
+        """Starts promotions. Its lease ends with it. Raises like `lookup`."""
+        lookup = self._lookups.begin(
+            session,
+            keys,
+            request_id=request_id,
+            prefix=prefix,
+            lease_seconds=lease_seconds,
+            tiers=tiers,
+            retain_until=retain_until,
+            slice_keys=slice_keys,
+        )
+        return self._lookups.run_prefetch(lookup, now)
 
     def check_filter(self, tiers: TierFilter) -> None:
         """Raises InvalidItem if the filter names an unknown tier or the CPU tier."""
@@ -295,18 +202,28 @@ class TierManager:
         session: EngineSession,
         keys: Sequence[bytes],
         *,
-        expires_at: float,
-        now: float = 0,
-        **options: Any,
-    ) -> StoreAnswer:
-        """Grants slots for the missing parts of this session's rank. See `StoreHandler.prepare`.
+        now: float,
+        request_id: str = "",
+        lease_seconds: float,
+        retain_until: float = 0.0,
+        grant_id: int = 0,
+        slice_keys: int = STORE_SLICE,
+    ) -> Operation[StoreAnswer]:
+        """Grants slots for the missing parts of this session's rank. See `StoreHandler.prepare`."""
+        owner = Owner(session.engine, session.id, request_id, grant_id)
+        preparation = Preparation(session, owner, keys, lease_seconds, retain_until, slice_keys)
+        return self._stores.prepare(preparation, now)
 
-        Raises InvalidKey if a key names an unknown group, InvalidItem if the session has no rank.
-        """
-        now = max(now, self._now)
-        answer = self._stores.prepare(session, keys, expires_at=expires_at, now=now, **options)
-        self._sliced_work.continue_if(self._cpu_tier.needs_spare_room)
-        return answer
+    def complete_store(
+        self,
+        session: EngineSession,
+        store_id: StoreId,
+        failed: Collection[int] = (),
+        *,
+        slice_blocks: int = STORE_SLICE,
+    ) -> Operation[Sequence[int]]:
+        """Ends a store; `failed`: blocks that are not written. See `StoreHandler.complete`."""
+        return self._stores.complete(session, store_id, failed, slice_blocks=slice_blocks)
 
     def store(self, session: EngineSession, store_id: StoreId) -> Store:
         """Returns a store in flight of this session's engine. Raises StoreNotFound, NotOwner."""
@@ -317,10 +234,6 @@ class TierManager:
         store = self._stores.table.get(store_id, session.engine)
         store.expires_at = max(store.expires_at, expires_at)
         return store
-
-    def complete_store(self, session: EngineSession, store_id: StoreId, failed: Collection[int] = ()) -> None:
-        """Ends a store; `failed`: positions of the blocks not written. Raises like `store`."""
-        self._stores.complete_slice(self._stores.begin_completion(session, store_id, failed))
 
     def writer_done(self, session: EngineSession, store_id: StoreId) -> None:
         """Called when a client completes an ended store. Frees the store's quarantined slots."""
@@ -404,47 +317,3 @@ class TierManager:
         unlinked from the index, so that clients can store new blocks with the same keys.
         """
         self._completions.tier_stalled(tier, stalled=stalled)
-
-    def stats(self) -> ManagerStats:
-        hits, misses = self._counters.hits, self._counters.misses
-        keys = sum(hits) + misses.total()
-        cpu = self._cpu_tier.stats(CPU_TIER, self._region_bytes, hits=hits[0], misses=keys - hits[0])
-        tiers = (cpu, *(secondary.stats(hits[secondary.index]) for secondary in self._transfers.secondaries))
-        if self._miss_ratio_curves is not None:
-            tiers = tuple(replace(tier, estimates=self._miss_ratio_curves.of(n)) for n, tier in enumerate(tiers))
-        return ManagerStats(
-            tiers=tiers,
-            leases=len(self._lookups.leases),
-            oldest_lease_seconds=self._lookups.leases.oldest_age(self._now),
-            room=self._lookups.room.stats(),
-            expired_leases=self._expired_leases,
-            expired_stores=self._expired_stores,
-            stores=len(self._stores.table),
-            quarantined_bytes=self._stores.table.quarantined_bytes,
-            sessions=len(self._sessions),
-            namespaces=len(self._namespaces),
-            holds=len(self.handoffs),
-            held_bytes=self.handoffs.held_bytes,
-            handoffs=self.handoffs.stats(),
-            conversations=self.conversations.stats(),
-            claims_missed=dict(self.handoffs.claims.missed),
-            lookup_keys=keys,
-            lookup_misses=misses.total(),
-            misses_by_reason=dict(misses),
-        )
-
-    def namespace_stats(self) -> list[NamespaceStats]:
-        below = (secondary.catalog.counts() for secondary in self._transfers.secondaries)
-        return self._counters.namespace_stats([self._cpu_tier.counts(), *below])
-
-    def _tier_of(self, namespace: NamespaceId, key: bytes) -> int | None:
-        block = self._cpu_tier.blocks_of(namespace).get(key)
-        return 0 if block is not None and block.ready else self._transfers.residency.position_of(namespace, key)
-
-    def _request_ended(self, request: Request) -> None:
-        if request.id:
-            self._request_log.finish(request.session.engine, request.id, self._now, request.incomplete)
-        self._cpu_tier.finish(request.user)
-        self._transfers.request_finished(request.user)
-        for secondary in self._transfers.secondaries:
-            secondary.tier.on_request_finished(request.id)

@@ -11,7 +11,7 @@ from ..stats.request_log import LookupOutcome, OutcomeRun, outcome_runs
 from ..types import EngineSession, MissReason
 from .block import Block
 from .cpu_tier import CpuTier
-from .leases import SlicedLookup
+from .leases import RunningLookup
 from .residency import ResidencyIndex
 from .secondary import SecondaryTierState
 
@@ -71,7 +71,7 @@ class MissExplainer:
             del formats[next(iter(formats))]
 
     def explain(
-        self, lookup: SlicedLookup, keys: Sequence[bytes], match: LookupMatch
+        self, lookup: RunningLookup, keys: Sequence[bytes], match: LookupMatch
     ) -> tuple[tuple[OutcomeRun, ...], bytes | None]:
         """Returns the outcomes and the first missing key. Sets the reason behind a prefix."""
         if match.ready == len(keys):
@@ -95,7 +95,7 @@ class MissExplainer:
         return outcome_runs(outcomes), keys[missed[0]]
 
     def _default_reason(
-        self, lookup: SlicedLookup, keys: Sequence[bytes], match: LookupMatch, missed: Sequence[int]
+        self, lookup: RunningLookup, keys: Sequence[bytes], match: LookupMatch, missed: Sequence[int]
     ) -> MissReason:
         """Returns the reason for misses that neither `match` nor the eviction history explains."""
         broken_at = len(match.items)

@@ -12,7 +12,7 @@ from ..base import NamespaceId
 from ..types import MissReason
 from .block import Block
 from .cpu_tier import CpuTier
-from .leases import SlicedLookup
+from .leases import RunningLookup
 from .miss_explainer import LookupMatch
 from .prefetches import PrefetchBudget
 from .room_queue import RoomQueue
@@ -42,7 +42,7 @@ class Placement:
         self._room = room
         self._pin_budget = pin_budget
 
-    def must_queue(self, lookup: SlicedLookup) -> bool:
+    def must_queue(self, lookup: RunningLookup) -> bool:
         """Returns whether a lookup that needs room comes after lookups that wait for room."""
         namespace = lookup.session.namespace.id
         if self._room.may_take(namespace, lookup.waiter):
@@ -51,7 +51,7 @@ class Placement:
         self._residency.send_queries()
         return needs_room
 
-    def _needs_room(self, lookup: SlicedLookup) -> bool:
+    def _needs_room(self, lookup: RunningLookup) -> bool:
         namespace = lookup.session.namespace.id
         blocks = self._cpu_tier.blocks_of(namespace)
         for key in lookup.keys[:_PEEKED_KEYS]:
@@ -64,7 +64,7 @@ class Placement:
                 return False
         return False
 
-    def place(self, lookup: SlicedLookup, match: LookupMatch) -> None:
+    def place(self, lookup: RunningLookup, match: LookupMatch) -> None:
         """Allocates slots for promotions and starts them (B3.16).
 
         If there is no room for all blocks, a lookup that may wait keeps those before the first
@@ -75,7 +75,7 @@ class Placement:
             hits = len(match.items) - match.items.count(None)
             lookup.prefetch.add(present=hits - started, started=started, has_room=has_room)
 
-    def _start_promotions(self, lookup: SlicedLookup, match: LookupMatch, limit: int | None) -> tuple[int, bool]:
+    def _start_promotions(self, lookup: RunningLookup, match: LookupMatch, limit: int | None) -> tuple[int, bool]:
         """Starts the promotions before the position `limit`.
 
         Returns how many it has started, and whether there was room for all blocks.
@@ -138,7 +138,7 @@ class Placement:
         block.written = 0
         self._cpu_tier.release([self._cpu_tier.detach_slot(block, rank) for rank in ranks])
 
-    def _first_over_budget(self, lookup: SlicedLookup, match: LookupMatch) -> int | None:
+    def _first_over_budget(self, lookup: RunningLookup, match: LookupMatch) -> int | None:
         """Returns the position of the first block that the tenant's leases must not pin, if any."""
         if not self._pin_budget.is_limited or lookup.prefetch is not None or not match.items:
             return None
@@ -154,7 +154,7 @@ class Placement:
                     return position
         return None
 
-    def _may_fit(self, lookup: SlicedLookup, match: LookupMatch, first: int) -> bool:
+    def _may_fit(self, lookup: RunningLookup, match: LookupMatch, first: int) -> bool:
         """Returns whether the hits up to the first one without room would fit without other leases.
 
         Otherwise the lookup would wait in vain.

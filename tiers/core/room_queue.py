@@ -18,6 +18,8 @@ from ..stats.snapshots import RoomStats
 from ..types import EngineSession, tenant_of
 from .commands import Command, RoomOffered, Waiter
 from .cpu_tier import CpuTier
+from .leases import RunningLookup
+from .operations import Operation
 
 __all__ = ["RoomQueue"]
 
@@ -51,14 +53,32 @@ class RoomQueue:
     def stats(self) -> RoomStats:
         return replace(self._stats, waiting=len(self))
 
-    def enter(self, session: EngineSession, now: float) -> Waiter | None:
-        """Adds a waiter; returns None if its tenant has too many. Call `leave` at the end."""
+    def wait(self, lookup: RunningLookup, now: float) -> Operation[float]:
+        """Waits until a lookup may try again; returns the time. Call `leave` at the end.
+
+        After its deadline, or if its tenant has too many waiting lookups, it may not wait again.
+        """
+        if lookup.waiter is None:
+            lookup.waiter = self.enter(lookup.session, now, lookup.deadline)
+        waiter = lookup.waiter
+        if waiter is not None and lookup.is_over_budget:
+            self.yield_turn(waiter)
+        while waiter is not None and now < waiter.until:
+            now = yield waiter
+            if waiter.is_offered:
+                waiter.is_offered = False
+                return now
+        lookup.may_wait = False
+        return now
+
+    def enter(self, session: EngineSession, now: float, until: float) -> Waiter | None:
+        """Adds a lookup that waits until a time; returns None if its tenant has too many."""
         tenant = tenant_of(session.namespace.id)
         if self._per_tenant[tenant] >= MAX_WAITERS:
             return None
         self._per_tenant[tenant] += 1
         self._stats.waits += 1
-        waiter = Waiter(session.id, session.namespace.id, now)
+        waiter = Waiter(session.id, session.namespace.id, now, until)
         line = self._lines.setdefault(self._share_of(session.namespace.id), _Line())
         line.tenants.setdefault(tenant, {}).setdefault(session.id, {})[waiter] = None
         if line.head is None:

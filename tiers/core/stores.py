@@ -13,7 +13,8 @@ from .block import Block
 from .completions import CompletionHandler
 from .conversations import ConversationTable
 from .cpu_tier import CpuTier
-from .in_flight_stores import InFlightStores, Store
+from .in_flight_stores import STORE_SLICE, InFlightStores, Preparation, Store
+from .operations import Operation
 from .requests import Request, RequestTable
 from .shares import PinBudget
 from .transfers import TransferScheduler
@@ -56,73 +57,94 @@ class StoreHandler:
         self._abandoned: deque[Store] = deque()
         """Stores of lost clients whose blocks are not released yet."""
 
-    def prepare(
-        self,
-        session: EngineSession,
-        keys: Sequence[bytes],
-        *,
-        request_id: str,
-        expires_at: float,
-        now: float,
-        retain_until: float = 0.0,
-        extends: StoreId | None = None,
-        more: bool = False,
-        grant_id: int = 0,
-    ) -> StoreAnswer:
-        """Grants slots. `more`: the next slice of the keys follows, which `extends` the store.
+    def prepare(self, preparation: Preparation, now: float) -> Operation[StoreAnswer]:
+        """Grants slots for the missing parts of the session's rank.
+
+        If it ends early, no store remains. Raises InvalidKey if a key names an unknown group,
+        LimitExceeded if the tenant has too many stores, StoreNotFound if the store has ended, and
+        InvalidItem if the session has no rank, or if the client has withdrawn the grant or uses
+        its id already.
+        """
+        keys, most = preparation.keys, preparation.slice_keys
+        try:
+            for start in range(0, len(keys) or 1, most):
+                if len(keys) > most:
+                    now = yield None
+                self._prepare_slice(preparation, keys[start : start + most], now, more=start + most < len(keys))
+        except BaseException:
+            store = preparation.store
+            if store is not None and self.table.is_open(store) and store.failed is None:
+                self.abandon(store, set())  # no client knows its slots
+            raise
+        return preparation.answer()
+
+    def _prepare_slice(self, preparation: Preparation, keys: Sequence[bytes], now: float, *, more: bool) -> None:
+        """Grants slots. `more`: the next slice follows.
 
         Until the last slice the store pins all blocks of its keys, also those that need no slot.
-        Raises LimitExceeded if the tenant has too many stores, InvalidItem if the client has
-        withdrawn the grant or uses its id already.
         """
-        rank = session.own_rank()
-        session.check_wanted(grant_id)
-        owner = Owner(session.engine, session.id, request_id, grant_id)
-        store = self.table.extended(extends, owner)
+        session, owner, store = preparation.session, preparation.owner, preparation.store
+        rank, retain_until, expires_at = session.own_rank(), preparation.retain_until, now + preparation.lease_seconds
+        session.check_wanted(owner.grant_id)
+        self.table.check(store, owner)
         blocks = self._cpu_tier.find_or_add(session.namespace, keys)
         found = list(dict.fromkeys(blocks))
         for block in found:
             block.pins += 1  # no block of this store may be evicted to make room for another
         statuses, wanted = self._claim(blocks, rank)
-        request = self._requests.get(session.engine, request_id)
-        if request is not None and request.conversation is not None:
-            self._conversations.add(request.conversation, keys)
-            retain_until = max(retain_until, request.conversation.retain_until)
+        request = self._requests.get(session.engine, owner.request_id)
+        retain_until = max(retain_until, self._add_to_conversation(request, keys))
         if store is None and more:
-            store = self._begin(owner, rank, expires_at, request, now)
+            store = preparation.store = self._begin(owner, rank, expires_at, request, now)
             store.user = owner.user or store
         user = owner.user if store is None else store.user
         declined = self._declined(found, wanted, owner) if not retain_until else None
         admitted = [block for block in wanted if block not in declined] if declined else list(wanted)
         self._cpu_tier.reserve(self._affordable(session, admitted), rank)
         granted, slots = self._grant(wanted, rank)
-        refused = dict.fromkeys(block for block in wanted if block.slots[rank] is None)
+        refused = self._refused(wanted, rank, declined or ())
         for block in refused:
             statuses[wanted[block]] = StoreStatus.NO_ROOM
-            reason = MissReason.POLICY if declined and block in declined else MissReason.STORE_FAILED
-            self._history.record(block.namespace, block.key, reason)
-            self._cpu_tier.not_stored(block)
         used = [block for block in found if block not in refused] if refused else found
-        not_retained = 0 if declined is not None else self._cpu_tier.use(used, user, retain_until)
+        if declined is None:
+            preparation.not_retained += self._cpu_tier.use(used, user, retain_until)
         if retain_until:
             self._transfers.retain(used)
         if request is not None and request.request_level_tiers:
             self._cascade_present(request, found, set(granted))
         if self._miss_ratio_curves is not None:
             self._miss_ratio_curves.stored(granted)
+        preparation.statuses += statuses
+        preparation.slots += slots
         if store is None and granted:
-            store = self._begin(owner, rank, expires_at, request, now)
+            store = preparation.store = self._begin(owner, rank, expires_at, request, now)
         # The store keeps the pins of the granted blocks.
         own = set(granted) if len(granted) < len(found) else ()
         others = [block for block in found if block not in own] if own or not granted else []
-        if store is None:
+        if store is not None:
+            store.expires_at = max(store.expires_at, expires_at)
+            self.table.add_blocks(store, granted)
+            store.others += others
+            preparation.store = store if more else self._end_prepare(store)
+        else:
             self._unpin(others)
-            return StoreAnswer(None, bytes(statuses), [], not_retained)
-        store.expires_at = max(store.expires_at, expires_at)
-        self.table.add_blocks(store, granted)
-        store.others += others
-        store_id = store.id if more else self._end_prepare(store)
-        return StoreAnswer(store_id, bytes(statuses), slots, not_retained)
+        self._continue_if(self._cpu_tier.needs_spare_room)
+
+    def _add_to_conversation(self, request: Request | None, keys: Sequence[bytes]) -> float:
+        """Records the keys; returns until when the conversation is retained, or 0."""
+        if request is None or request.conversation is None:
+            return 0.0
+        self._conversations.add(request.conversation, keys)
+        return request.conversation.retain_until
+
+    def _refused(self, wanted: Iterable[Block], rank: int, declined: Collection[Block]) -> dict[Block, None]:
+        """Returns the wanted blocks without a slot; records why they are not stored."""
+        refused = dict.fromkeys(block for block in wanted if block.slots[rank] is None)
+        for block in refused:
+            reason = MissReason.POLICY if block in declined else MissReason.STORE_FAILED
+            self._history.record(block.namespace, block.key, reason)
+            self._cpu_tier.not_stored(block)
+        return refused
 
     def _affordable(self, session: EngineSession, blocks: list[Block]) -> list[Block]:
         """Returns the leading blocks that the tenant's stores may pin; counts the others."""
@@ -144,12 +166,12 @@ class StoreHandler:
         store.user = owner.user
         return store
 
-    def _end_prepare(self, store: Store) -> StoreId | None:
+    def _end_prepare(self, store: Store) -> Store | None:
         """Unpins the blocks that need no slot. Ends a store without blocks, and returns None."""
         others, store.others = store.others, []
         self._unpin(others)
         if store.blocks:
-            return store.id
+            return store
         self.table.end(store)
         self._ended(store)
         return None
@@ -172,11 +194,35 @@ class StoreHandler:
             self._cpu_tier.unpin(reversed(blocks))
         return bool(self._abandoned or self._pending_unpins)
 
-    def begin_completion(self, session: EngineSession, store_id: StoreId, failed: Collection[int] = ()) -> Store:
-        """Begins to complete a store. From now on no call of a client finds the store.
+    def complete(
+        self,
+        session: EngineSession,
+        store_id: StoreId,
+        failed: Collection[int] = (),
+        *,
+        slice_blocks: int = STORE_SLICE,
+    ) -> Operation[Sequence[int]]:
+        """Completes a store. `failed`: positions of the blocks that the client did not write.
 
-        Blocks whose bytes the server has not received fail, unless the session maps the region.
+        From the first step on, no call of a client finds the store. If its session ends, the rest
+        is abandoned. If the operation ends early, the rest fails. Returns the positions of the
+        further blocks that are not stored: the server has not received their bytes, and the
+        session does not map the region. Raises StoreNotFound, NotOwner, InvalidItem.
         """
+        store = self._begin_completion(session, store_id, failed)
+        try:
+            if len(store.blocks) > slice_blocks:
+                yield None
+            while self.table.is_open(store):
+                self._complete(store, store.blocks[:slice_blocks])
+                if store.blocks:
+                    yield None
+        finally:
+            if self.table.is_open(store):
+                self.abandon(store, set())
+        return store.unreceived or ()
+
+    def _begin_completion(self, session: EngineSession, store_id: StoreId, failed: Collection[int]) -> Store:
         store = self.table.get(store_id, session.engine)
         if max(failed, default=-1) >= len(store.blocks):
             raise InvalidItem(f"store {store_id} has {len(store.blocks)} blocks")
@@ -184,16 +230,6 @@ class StoreHandler:
         if store.is_streamed or store.number >= session.unmapped_from:
             store.unreceived = []
         return store
-
-    def complete_slice(self, store: Store, most: int | None = None) -> bool:
-        """Completes up to `most` blocks of a store; returns whether blocks are left.
-
-        Does nothing if the store has been abandoned meanwhile.
-        """
-        if not self.table.is_open(store):
-            return False
-        self._complete(store, store.blocks[:most])
-        return bool(store.blocks)
 
     def _complete(self, store: Store, blocks: Sequence[Block]) -> None:
         missing, first = store.missing_of(blocks), store.completed

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from harness.operations import run_to_end
 from harness.payloads import key_of
 from harness.service_calls import PART, Calls, broker_of, serving
 
@@ -30,7 +31,7 @@ class Site:
         assert isinstance(self.sent.pop(), Granted)
 
     async def lease(self) -> LeaseId:
-        self.calls.runtime.core.complete_store(self.calls.session, self.calls.store(KEYS))
+        run_to_end(self.calls.runtime.core.complete_store(self.calls.session, self.calls.store(KEYS)))
         return LeaseId((await self.calls.look_up(KEYS)).lease_id)
 
 

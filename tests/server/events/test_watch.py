@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from unittest import mock
 
 import pytest
+from harness.operations import run_to_end
 from harness.payloads import key_of
 
 from kvtier.cuda.host.region import HostRegion
@@ -36,9 +37,9 @@ async def runtime() -> AsyncIterator[TierRuntime]:
 
 def store(runtime: TierRuntime, keys: list[bytes]) -> None:
     session = runtime.core.open_session(b"s", "e", None, SPEC)
-    answer = runtime.core.prepare_store(session, keys, request_id="", expires_at=1e12)
+    answer = run_to_end(runtime.core.prepare_store(session, keys, now=0, lease_seconds=1e12))
     assert answer.store_id is not None
-    runtime.core.complete_store(session, answer.store_id)
+    run_to_end(runtime.core.complete_store(session, answer.store_id))
     runtime.run_commands()
 
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from harness.operations import run_to_end
 from harness.service_calls import SPEC, Calls, serving, until
 
 from kvtier.protos.v1 import cache_pb2, conversation_pb2
@@ -33,8 +34,8 @@ async def conversation() -> AsyncIterator[tuple[Calls, ConversationService]]:
         calls.registry.count_call_without_session = lambda _: None
         begin = cache_pb2.BeginRequestRequest(request_id="r", keys=KEYS, conversation_id="c")
         await calls.service.BeginRequest(begin, None)
-        calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
-        yield calls, ConversationService(calls.runtime, calls.registry, calls.validator, calls.long_calls.scheduler)
+        run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS)))
+        yield calls, ConversationService(calls.runtime, calls.registry, calls.validator, calls.long_calls)
 
 
 def act(service: ConversationService, action: str) -> "asyncio.Task[conversation_pb2.ActOnConversationResponse]":

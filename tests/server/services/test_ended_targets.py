@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from harness.operations import run_to_end
 from harness.payloads import key_of, namespace_of
 from harness.service_calls import PART, Calls, serving, transfers_of
 
@@ -36,7 +37,7 @@ async def calls() -> AsyncIterator[Calls]:
 @pytest.fixture
 async def lease(calls: Calls) -> LeaseId:
     """Returns a lease of stored blocks."""
-    calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
+    run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS)))
     return LeaseId((await calls.look_up(KEYS)).lease_id)
 
 
@@ -118,7 +119,7 @@ async def test_a_copy_to_an_ended_store_is_not_confirmed(calls: Calls, *, ends: 
 
     async def copy(*_: object) -> None:
         if ends:
-            calls.runtime.core.complete_store(calls.session, store)
+            run_to_end(calls.runtime.core.complete_store(calls.session, store))
 
     calls.registry.set_transport = lambda *_: None
     registration = SimpleNamespace(num_blocks=lambda _: len(KEYS), events=0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from harness.operations import run_to_end
 from harness.payloads import key_of
 from harness.polling import async_wait_until
 
@@ -71,9 +72,11 @@ class Engine:
         return answer
 
     def store(self, names: list[bytes]) -> None:
-        answer = self.runtime.core.prepare_store(self.session, names, request_id="", expires_at=1e12)
+        answer = run_to_end(
+            self.runtime.core.prepare_store(self.session, names, request_id="", now=0, lease_seconds=1e12)
+        )
         assert set(answer.statuses) == {StoreStatus.GRANTED}
-        self.runtime.core.complete_store(self.session, answer.store_id)
+        run_to_end(self.runtime.core.complete_store(self.session, answer.store_id))
 
 
 def seconds(number: float) -> Duration:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from harness.operations import run_to_end
 from harness.polling import async_wait_until
 
 from kvtier.cuda.host.region import HostRegion
@@ -34,11 +35,11 @@ async def service() -> AsyncIterator[Any]:
     await async_wait_until(lambda: runtime.core.stats().tiers[0].available_bytes == 64 << 10)
     core = runtime.core
     session = core.open_session(b"s", "e", None, SPEC)
-    answer = core.prepare_store(session, KEYS, request_id="", expires_at=1e12)
+    answer = run_to_end(core.prepare_store(session, KEYS, now=0, lease_seconds=1e12))
     assert answer.store_id is not None
-    core.complete_store(session, answer.store_id)
+    run_to_end(core.complete_store(session, answer.store_id))
     for number in range(COUNT):
-        core.lookup(session, KEYS, prefix=True, request_id="", expires_at=1e12)
+        run_to_end(core.lookup(session, KEYS, now=0, lease_seconds=1e12))
         core.handoffs.publish(
             session,
             f"r{number}",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.operations import run_to_end
 from harness.payloads import key_of
 from harness.service_calls import PART, SPEC, Calls, broker_of, duration, serving, transfers_of, until
 from harness.shared_tier import SharedDirectory
@@ -91,7 +92,7 @@ def test_a_change_costs_a_flush_only_the_keys_that_it_settles(monkeypatch: pytes
                 await change(calls.runtime)
             for store in (first, second):
                 assert not flush.done()
-                calls.runtime.core.complete_store(calls.session, store)
+                run_to_end(calls.runtime.core.complete_store(calls.session, store))
                 await change(calls.runtime)
             assert await flush == bytes([DurableStatus.VOLATILE]) * 2 * MANY
             assert len(read) <= 2 * MANY + 2 * (CHANGES + 100)
@@ -108,7 +109,7 @@ def test_a_flush_tells_settled_keys_behind_a_pending_one() -> None:
             store = calls.store(KEYS[1:1000])
             flush = asyncio.create_task(calls.flush(KEYS[:1000], 0.5))
             await change(calls.runtime)
-            calls.runtime.core.complete_store(calls.session, store)
+            run_to_end(calls.runtime.core.complete_store(calls.session, store))
             calls.runtime.notify_change()
             assert await flush == bytes([DurableStatus.PENDING] + [DurableStatus.VOLATILE] * 999)
 
@@ -152,7 +153,7 @@ def test_a_flush_misses_no_change_during_its_slices() -> None:
             flush = asyncio.create_task(calls.flush(KEYS, 30))
             for _ in range(3):
                 await asyncio.sleep(0)
-            calls.runtime.core.complete_store(calls.session, store)
+            run_to_end(calls.runtime.core.complete_store(calls.session, store))
             calls.runtime.notify_change()
             assert first == DurableStatus.PENDING
             assert await asyncio.wait_for(flush, 10) == bytes([DurableStatus.VOLATILE]) * MANY
@@ -170,7 +171,7 @@ def test_a_query_of_shared_tiers_misses_no_answer(
         async with serving(SharedDirectory("far", tmp_path, 1 << 20, durability="process")) as calls:
             core, stored = calls.runtime.core, KEYS[512:1024]
             stop_ticks(calls.runtime)
-            core.complete_store(calls.session, calls.store(stored))
+            run_to_end(core.complete_store(calls.session, calls.store(stored)))
             calls.runtime.run_commands()
             await until(lambda: not calls.runtime._begin_queued_stores())
             scheduler, original = calls.long_calls._scheduler, core.lookup_finished
@@ -267,7 +268,7 @@ def test_the_answer_of_a_flush_is_built_in_slices() -> None:
 
     async def scenario() -> None:
         async with serving() as calls:
-            calls.runtime.core.complete_store(calls.session, calls.store(KEYS[:1]))
+            run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS[:1])))
             names = KEYS[:1] * 65535 + KEYS[1:2]
             flush = asyncio.create_task(calls.flush(names, 0))
             assert await turns_of(flush) > 65536 // 256
@@ -282,7 +283,7 @@ def test_stores_run_in_slices() -> None:
     async def scenario() -> None:
         async with serving() as calls:
             known = calls.store(KEYS[:300])
-            calls.runtime.core.complete_store(calls.session, known)
+            run_to_end(calls.runtime.core.complete_store(calls.session, known))
             prepare = asyncio.create_task(calls.prepare([*KEYS, *KEYS[:5], *KEYS[-5:]]))
             assert await turns_of(prepare) > MANY // 512
             answer = prepare.result()
@@ -297,7 +298,9 @@ def test_stores_run_in_slices() -> None:
             failed = [0, MANY - 301]
             complete = asyncio.create_task(calls.complete(answer.store_id, failed))
             assert await turns_of(complete) > MANY // 512
-            found = calls.runtime.core.lookup(calls.session, KEYS, prefix=False, request_id="", expires_at=1e12)
+            found = run_to_end(
+                calls.runtime.core.lookup(calls.session, KEYS, prefix=False, request_id="", now=0, lease_seconds=1e12)
+            )
             missed = [number for number, status in enumerate(found.statuses()) if status != KeyStatus.HIT]
             assert missed == [300, MANY - 1]
             assert calls.pins() == set(KEYS) - {KEYS[300], KEYS[-1]}, "only the lookup pins blocks"
@@ -308,7 +311,7 @@ def test_stores_run_in_slices() -> None:
 def test_a_long_store_of_present_blocks_has_no_id() -> None:
     async def scenario() -> None:
         async with serving() as calls:
-            calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
+            run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS)))
             answer = await calls.prepare(KEYS)
             assert (answer.store_id, set(answer.statuses)) == (0, {StoreStatus.PRESENT})
             await until(lambda: not calls.pins())
@@ -391,7 +394,9 @@ def test_a_store_does_not_expire_during_its_completion() -> None:
             assert calls.runtime.core.stores()
             calls.runtime.core.tick(calls.runtime.now() + 1e6)
             await complete
-            found = calls.runtime.core.lookup(calls.session, KEYS, prefix=False, request_id="", expires_at=1e12)
+            found = run_to_end(
+                calls.runtime.core.lookup(calls.session, KEYS, prefix=False, request_id="", now=0, lease_seconds=1e12)
+            )
             assert set(found.statuses()) == {KeyStatus.HIT}
 
     asyncio.run(scenario())
@@ -420,7 +425,7 @@ def test_lookups_run_in_slices(*, prefix: bool, known: bool) -> None:
     async def scenario() -> None:
         async with serving() as calls:
             if known:
-                calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
+                run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS)))
             call = asyncio.create_task(calls.look_up(KEYS, prefix=prefix, want_slots=True))
             assert await turns_of(call) > MANY // 256
             answer = call.result()
@@ -436,7 +441,7 @@ def test_prefetches_run_in_slices() -> None:
 
     async def scenario() -> None:
         async with serving() as calls:
-            calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
+            run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS)))
             call = asyncio.create_task(calls.service.Prefetch(cache_pb2.PrefetchRequest(keys=KEYS), None))
             assert await turns_of(call) >= MANY // 256
             assert call.result().present_blocks == MANY
@@ -460,7 +465,7 @@ def test_a_lookup_that_ends_early_leaves_nothing(ends: str, turns: int) -> None:
 
     async def scenario() -> None:
         async with serving() as calls:
-            calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
+            run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS)))
             call = asyncio.create_task(calls.look_up(KEYS, want_slots=True))
             await until(lambda: calls.long_calls._scheduler.turns == KEY_TURNS + turns)
             assert not call.done()
@@ -483,7 +488,7 @@ def test_loads_are_prepared_in_slices() -> None:
 
     async def scenario() -> None:
         async with serving() as calls:
-            calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
+            run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS)))
             calls.session.writers.add(1)
             lease_id = (await calls.look_up(KEYS)).lease_id
             request = cache_pb2.PrepareLoadRequest(lease_id=lease_id, items=[*range(MANY)] * 4)
@@ -506,7 +511,7 @@ def test_a_pull_is_prepared_in_slices() -> None:
 
     async def scenario() -> None:
         async with serving() as calls:
-            calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
+            run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS)))
             lease_id = (await calls.look_up(KEYS)).lease_id
             service: Any = transfers_of(calls)
             request = transfer_pb2.PullRequest(lease_id=lease_id, items=[*range(MANY)] * 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo
@@ -40,12 +41,16 @@ class Rig:
         return self.core.stats().tiers[1]
 
     def look_up(self, *numbers: int) -> BlockLease | None:
-        return self.core.lookup(self.session, keys(*numbers), prefix=False, request_id="", expires_at=60).lease
+        return run_to_end(
+            self.core.lookup(self.session, keys(*numbers), prefix=False, request_id="", now=0, lease_seconds=60)
+        ).lease
 
     def store(self, *numbers: int) -> bytes:
-        answer = self.core.prepare_store(self.session, keys(*numbers), request_id="", expires_at=60)
+        answer = run_to_end(
+            self.core.prepare_store(self.session, keys(*numbers), request_id="", now=0, lease_seconds=60)
+        )
         if answer.store_id is not None:
-            self.core.complete_store(self.session, answer.store_id)
+            run_to_end(self.core.complete_store(self.session, answer.store_id))
         return answer.statuses
 
     def lose(self, *numbers: int) -> None:
@@ -188,8 +193,8 @@ def test_the_queue_of_a_hanging_tier_is_dropped() -> None:
     rig.core.begin_request(rig.session, info)
     rig.store(100)
     running = rig.jobs()
-    answer = rig.core.prepare_store(rig.session, keys(101, 102), request_id="r", expires_at=60)
-    rig.core.complete_store(rig.session, answer.store_id)
+    answer = run_to_end(rig.core.prepare_store(rig.session, keys(101, 102), request_id="r", now=0, lease_seconds=60))
+    run_to_end(rig.core.complete_store(rig.session, answer.store_id))
     before = rig.stats.used_bytes
     rig.core.tier_stalled(1, stalled=True)
     rig.core.tier_stalled(1, stalled=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from core_rig import EXTENT, SPEC, Rig, keys  # type: ignore[attr-defined]
+from harness.operations import run_to_end
 from simulation import ModelTier
 
 from kvtier.tiers.base import NamespaceId
@@ -62,13 +63,15 @@ def test_a_store_that_fails_leaves_no_content() -> None:
     """B6.9 The client aborts, or is lost, or gets no room."""
     rig = DescribingRig()
     rig.describe(keys(0, 1, 2))
-    answer = rig.core.prepare_store(rig.session, keys(0, 1, 2), request_id="", expires_at=60)
+    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0, 1, 2), now=0, lease_seconds=60))
     assert answer.store_id is not None
-    rig.core.complete_store(rig.session, answer.store_id, {1})
+    run_to_end(rig.core.complete_store(rig.session, answer.store_id, {1}))
     assert rig.described == keys(0, 2)
     room = [*range(100)]
     rig.describe(keys(*room))
-    statuses = rig.core.prepare_store(rig.session, keys(*room), request_id="", expires_at=60).statuses
+    statuses = run_to_end(
+        rig.core.prepare_store(rig.session, keys(*room), request_id="", now=0, lease_seconds=60)
+    ).statuses
     refused = [number for number in room if statuses[number] == 4]
     assert refused
     assert rig.described == keys(*[number for number in room if number not in refused])

@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import pytest
 from core_rig import keys
+from harness.operations import run_to_end
 from hold_rig import NO_STATUS, HoldRig
 
 from kvtier.tiers.core.block import Block
@@ -23,7 +24,9 @@ def new_rig() -> HoldRig:
     rig = HoldRig(extents=4)
     rig.store(keys(*range(8)))
     rig.publish(NAMES)
-    store = rig.core.prepare_store(rig.session, keys(20, 21), request_id="", expires_at=FAR).store_id
+    store = run_to_end(
+        rig.core.prepare_store(rig.session, keys(20, 21), request_id="", now=0, lease_seconds=FAR)
+    ).store_id
     rig.core.close_session(rig.session.id)
     rig.session = rig.open("engine")
     assert store is not None

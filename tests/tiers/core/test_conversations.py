@@ -3,6 +3,7 @@
 from unittest import mock
 
 import pytest
+from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 from tenants import PAGE, Rig, keys, spec, tenant
 
@@ -27,9 +28,9 @@ def begin(rig: Rig, name: str, request: str = "r", *, owner: str = "alice") -> C
 def store(rig: Rig, name: str, numbers: range, *, owner: str = "alice") -> Conversation:
     """Stores blocks in a request of a conversation."""
     conversation, session = begin(rig, name, owner=owner), rig.session(spec(owner))
-    answer = rig.core.prepare_store(session, keys(numbers), request_id="r", expires_at=1e9)
+    answer = run_to_end(rig.core.prepare_store(session, keys(numbers), request_id="r", now=0, lease_seconds=1e9))
     if answer.store_id is not None:
-        rig.core.complete_store(session, answer.store_id)
+        run_to_end(rig.core.complete_store(session, answer.store_id))
     rig.work()
     return conversation
 
@@ -56,7 +57,7 @@ def test_it_has_the_keys_that_requests_look_up_and_store() -> None:
     begin(rig, "c")
     session = rig.session(spec("alice"))
     for prefix in (True, False):
-        rig.core.lookup(session, keys([0, 1, 90]), prefix=prefix, request_id="r", expires_at=1e9)
+        run_to_end(rig.core.lookup(session, keys([0, 1, 90]), prefix=prefix, request_id="r", now=0, lease_seconds=1e9))
     assert list(conversation.latest) == keys([0, 1, 90])
     assert list(conversation.keys) == keys([*range(8), 90])
     assert (conversation.requests, len(rig.core.conversations.table)) == (2, 1)
@@ -172,7 +173,11 @@ def test_demoted_blocks_may_be_pinned() -> None:
     """A store finds room behind them."""
     rig = disk_rig()
     conversation = store(rig, "c", range(32))
-    lease = rig.core.lookup(rig.session(spec("alice")), keys(range(32)), prefix=True, request_id="", expires_at=1e9)
+    lease = run_to_end(
+        rig.core.lookup(
+            rig.session(spec("alice")), keys(range(32)), prefix=True, request_id="", now=0, lease_seconds=1e9
+        )
+    )
     work(rig, rig.core.conversations.act(BlockAction.DEMOTE, [conversation]))
     flood(rig)
     assert set(keys(range(1632, 1640))) <= rig.visible("alice")
@@ -194,7 +199,7 @@ def test_a_leased_block_is_not_deleted() -> None:
     """It stays in the conversation, so that a second deletion finds it."""
     rig = disk_rig()
     conversation, session = store(rig, "c", range(4)), rig.session(spec("alice"))
-    lease = rig.core.lookup(session, keys([0]), prefix=True, request_id="", expires_at=1e9).lease
+    lease = run_to_end(rig.core.lookup(session, keys([0]), now=0, lease_seconds=1e9)).lease
     assert lease is not None
     delete = BlockAction.DELETE
     assert work(rig, rig.core.conversations.act(delete, [conversation])) == ActionCounts(changed=3, kept=1)

@@ -24,6 +24,7 @@ from contracts.tier import (
     full,
     key,
 )
+from harness.operations import run_to_end
 
 from kvtier.cuda.host.region import HostRegion
 from kvtier.server.runtime import extent_bytes_for
@@ -88,7 +89,9 @@ class CPUTier:
             for rank, part in enumerate(block.parts):
                 with self._loop:
                     session = self.ranks(block)[rank]
-                    answer = self.core.prepare_store(session, [block.key], request_id="", expires_at=NEVER)
+                    answer = run_to_end(
+                        self.core.prepare_store(session, [block.key], request_id="", now=0, lease_seconds=NEVER)
+                    )
                 if answer.statuses == bytes([StoreStatus.PRESENT]):
                     continue
                 if answer.store_id is None:
@@ -100,26 +103,30 @@ class CPUTier:
             return FAILED
         with self._loop:
             for session, store_id in stores:
-                self.core.complete_store(session, store_id)
+                run_to_end(self.core.complete_store(session, store_id))
             self._hold(block)
         return DONE
 
     def _give_up(self, stores: list[tuple[EngineSession, StoreId]]) -> None:
         with self._loop:
             for session, store_id in stores:
-                self.core.complete_store(session, store_id, failed=[0])
+                run_to_end(self.core.complete_store(session, store_id, failed=[0]))
 
     def _hold(self, block: BlockBytes) -> None:
         name = (block.namespace, block.key)
         if name not in self._held:
             session = self.ranks(block)[0]
-            lease = self.core.lookup(session, [block.key], prefix=True, request_id="", expires_at=NEVER).lease
+            lease = run_to_end(
+                self.core.lookup(session, [block.key], prefix=True, request_id="", now=0, lease_seconds=NEVER)
+            ).lease
             self._held[name] = (session, lease.id)
 
     def _load(self, block: BlockBytes) -> Outcome:
         with self._loop:
             session = self.ranks(block)[0]
-            lease = self.core.lookup(session, [block.key], prefix=True, request_id="", expires_at=NEVER).lease
+            lease = run_to_end(
+                self.core.lookup(session, [block.key], prefix=True, request_id="", now=0, lease_seconds=NEVER)
+            ).lease
             if lease is None:
                 return MISSING
             assert lease.statuses() == HIT

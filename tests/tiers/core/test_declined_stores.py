@@ -2,6 +2,7 @@
 
 import pytest
 from core_rig import GRANTED, HIT, MISS, NO_ROOM, Rig, keys
+from harness.operations import run_to_end
 from simulation import ModelTier
 
 from kvtier.tiers.base import RequestInfo
@@ -16,10 +17,12 @@ def serve(rig: Rig, request_id: str, names: list[bytes], *, retain_until: float 
     """Serves a request as an engine does: looks up the blocks and stores all of them."""
     core, session = rig.core, rig.session
     core.begin_request(session, RequestInfo(request_id, session.namespace.id))
-    core.lookup(session, names, prefix=True, request_id=request_id, expires_at=60)
-    answer = core.prepare_store(session, names, request_id=request_id, expires_at=60, retain_until=retain_until)
+    run_to_end(core.lookup(session, names, request_id=request_id, now=0, lease_seconds=60))
+    answer = run_to_end(
+        core.prepare_store(session, names, request_id=request_id, now=0, lease_seconds=60, retain_until=retain_until)
+    )
     if answer.store_id is not None:
-        core.complete_store(session, answer.store_id)
+        run_to_end(core.complete_store(session, answer.store_id))
     core.finish_request(session, request_id)
     return answer.statuses
 

@@ -1,6 +1,7 @@
 """Regressions: defects of the core that `make simulate` found."""
 
 from core_rig import Rig, keys, ready_blocks
+from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId
@@ -14,11 +15,11 @@ def test_a_block_that_was_read_during_a_reset_is_missed_as_reset() -> None:
     """Seed 10073: its miss was explained as never stored."""
     rig = Rig()
     rig.store(keys(0))
-    lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
+    lease = run_to_end(rig.core.lookup(rig.session, keys(0), now=0, lease_seconds=60)).lease
     assert rig.core.reset(rig.session) == 1
     rig.core.release(rig.session, lease.id)
     assert rig.core.resetting(rig.session) == 0
-    rig.core.lookup(rig.session, keys(0), prefix=True, request_id="r", expires_at=60)
+    run_to_end(rig.core.lookup(rig.session, keys(0), request_id="r", now=0, lease_seconds=60))
     assert rig.core.stats().misses_by_reason == {MissReason.RESET: 1}
 
 
@@ -31,7 +32,9 @@ def test_a_later_admitted_block_can_be_evicted() -> None:
     rig.session = rig.open("engine")
     rig.store(keys(0, 1))
     for number in (0, 1):
-        rig.core.lookup(rig.session, keys(number), prefix=True, request_id="second", expires_at=60)
+        run_to_end(
+            rig.core.lookup(rig.session, keys(number), prefix=True, request_id="second", now=0, lease_seconds=60)
+        )
         (store,) = [command for command in rig.finish_jobs() if isinstance(command, StoreInTier)]
         assert [block.key for block in store.blocks] == keys(number)
 

@@ -2,6 +2,7 @@
 
 import pytest
 from core_rig import SPEC, keys
+from harness.operations import run_to_end
 from hold_rig import D2P, P2D, PRIVATE, HoldRig
 from simulation import ModelTier
 
@@ -71,7 +72,7 @@ def test_a_declined_publication_has_a_reason_and_no_end() -> None:
 def test_a_publication_may_come_after_the_end_of_its_request() -> None:
     """Engines send both in the background, so the record of the request is kept."""
     rig = HoldRig()
-    rig.core.lookup(rig.session, keys(0), prefix=True, request_id="r", expires_at=1e9)
+    run_to_end(rig.core.lookup(rig.session, keys(0), request_id="r", now=0, lease_seconds=1e9))
     rig.core.finish_request(rig.session, "r")
     rig.publish(keys(0))
     [record] = rig.core.explain("r")

@@ -2,6 +2,7 @@
 
 import pytest
 from core_rig import GRANTED, HIT, MISS, NO_ROOM, PENDING, SPEC, keys
+from harness.operations import run_to_end
 from hold_rig import D2P, NO_STATUS, P2D, PRIVATE, HoldRig
 from simulation import EXTENT, ModelTier
 
@@ -115,11 +116,11 @@ def test_a_hold_may_be_published_before_its_blocks_are_stored() -> None:
     """Before or during their stores; waiting claims are told when the last block is stored."""
     rig = HoldRig()
     rig.store(keys(0))
-    store = rig.core.prepare_store(rig.session, keys(1), request_id="", expires_at=60)
+    store = run_to_end(rig.core.prepare_store(rig.session, keys(1), now=0, lease_seconds=60))
     hold = rig.publish(keys(0, 1, 2))
     assert (hold.awaited, rig.claim().statuses) == (2, HIT + PENDING * 2)
     rig.core.take_commands()
-    rig.core.complete_store(rig.session, store.store_id)
+    run_to_end(rig.core.complete_store(rig.session, store.store_id))
     assert HoldChanged(rig.name()) not in rig.core.take_commands(), "not all of it"
     assert rig.store(keys(2)) == GRANTED
     assert HoldChanged(rig.name()) in rig.core.take_commands()
@@ -148,7 +149,7 @@ def test_the_end_of_the_publisher_settles_blocks() -> None:
     """A claim that waits for some of them learns that none will come."""
     rig = HoldRig()
     store = rig.core.open_session(b"other", "other", None, SPEC)
-    rig.core.prepare_store(store, keys(0), request_id="", expires_at=60)
+    run_to_end(rig.core.prepare_store(store, keys(0), now=0, lease_seconds=60))
     hold = rig.publish(keys(0, 1, 2))
     assert not rig.core.handoffs.is_settled(hold, 2)
     rig.core.take_commands()
@@ -163,7 +164,7 @@ def test_missing_blocks_of_an_ended_publisher_are_misses() -> None:
     rig = HoldRig()
     rig.store(keys(0))
     worker = rig.core.open_session(b"worker", "engine", None, SPEC)
-    rig.core.prepare_store(worker, keys(1), request_id="", expires_at=60)
+    run_to_end(rig.core.prepare_store(worker, keys(1), now=0, lease_seconds=60))
     hold = rig.publish(keys(0, 1, 2))
     rig.core.close_session(rig.session.id)
     assert hold.awaited == 2, "one worker is still connected"
@@ -176,13 +177,13 @@ def test_missing_blocks_of_an_ended_publisher_are_misses() -> None:
 def test_stores_of_other_engines_may_complete_a_hold() -> None:
     """The publisher has ended; if such a store fails, its block is a miss at once."""
     rig = HoldRig()
-    good = rig.core.prepare_store(rig.reader, keys(0), request_id="", expires_at=60).store_id
-    bad = rig.core.prepare_store(rig.reader, keys(1), request_id="", expires_at=60).store_id
+    good = run_to_end(rig.core.prepare_store(rig.reader, keys(0), now=0, lease_seconds=60)).store_id
+    bad = run_to_end(rig.core.prepare_store(rig.reader, keys(1), now=0, lease_seconds=60)).store_id
     rig.publish(keys(0, 1))
     rig.core.close_session(rig.session.id)
     assert rig.claim().statuses == PENDING * 2
-    rig.core.complete_store(rig.reader, good)
-    rig.core.complete_store(rig.reader, bad, failed=[0])
+    run_to_end(rig.core.complete_store(rig.reader, good))
+    run_to_end(rig.core.complete_store(rig.reader, bad, failed=[0]))
     assert rig.claim().statuses == HIT + MISS
 
 
@@ -190,8 +191,8 @@ def test_a_failed_store_of_a_hold_may_be_repeated() -> None:
     """While the publisher is connected the hold waits for its next store."""
     rig = HoldRig()
     rig.publish(keys(0))
-    store = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=60)
-    rig.core.complete_store(rig.session, store.store_id, failed=[0])
+    store = run_to_end(rig.core.prepare_store(rig.session, keys(0), now=0, lease_seconds=60))
+    run_to_end(rig.core.complete_store(rig.session, store.store_id, failed=[0]))
     assert rig.claim().statuses == PENDING
     rig.store(keys(0))
     assert rig.claim().statuses == HIT
@@ -205,8 +206,8 @@ def test_the_hold_waits_for_every_rank() -> None:
     rig.store(keys(0))
     assert rig.claim().statuses == PENDING
     other = rig.core.open_session(b"rank 1", "engine", 1, spec)
-    store = rig.core.prepare_store(other, keys(0), request_id="", expires_at=60)
-    rig.core.complete_store(other, store.store_id)
+    store = run_to_end(rig.core.prepare_store(other, keys(0), now=0, lease_seconds=60))
+    run_to_end(rig.core.complete_store(other, store.store_id))
     assert rig.claim().statuses == HIT
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 from core_rig import GRANTED, HIT, MISS, PENDING, keys, ready_blocks
+from harness.operations import run_to_end
 from hold_rig import D2P, P2D, PRIVATE, HoldRig
 from simulation import ModelTier
 
@@ -125,8 +126,12 @@ def test_held_and_retained_blocks_become_evictable_after_both() -> None:
     for hold_ends, retention_ends in ((10.0, 20.0), (20.0, 10.0)):
         rig = HoldRig()
         rig.publish(keys(0), duration=hold_ends)
-        answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=60, retain_until=retention_ends)
-        rig.core.complete_store(rig.session, answer.store_id)
+        answer = run_to_end(
+            rig.core.prepare_store(
+                rig.session, keys(0), request_id="", now=0, lease_seconds=60, retain_until=retention_ends
+            )
+        )
+        run_to_end(rig.core.complete_store(rig.session, answer.store_id))
         (queue,) = rig.core._cpu_tier.queues.all()
         for now, victims in ((9.0, 0), (15.0, 0), (25.0, 1)):
             rig.core.tick(now)
@@ -208,12 +213,12 @@ def test_the_end_of_an_engine_does_not_affect_other_holds() -> None:
 def test_claims_keep_waiting_while_a_block_is_being_stored() -> None:
     """The publisher has ended, and another engine is storing one of the blocks."""
     rig = HoldRig()
-    store = rig.core.prepare_store(rig.reader, keys(0), request_id="", expires_at=60).store_id
+    store = run_to_end(rig.core.prepare_store(rig.reader, keys(0), now=0, lease_seconds=60)).store_id
     rig.publish(keys(0, 1))
     rig.core.take_commands()
     rig.core.close_session(rig.session.id)
     assert HoldChanged(rig.name()) not in rig.core.take_commands()
-    rig.core.complete_store(rig.reader, store)
+    run_to_end(rig.core.complete_store(rig.reader, store))
     assert HoldChanged(rig.name()) in rig.core.take_commands()
 
 
@@ -221,10 +226,12 @@ def test_blocks_that_arrive_after_a_hold_ended() -> None:
     """Ordinary blocks are kept; a block that only the hold named is dropped."""
     rig = HoldRig()
     rig.publish([*keys(0), PRIVATE])
-    store = rig.core.prepare_store(rig.session, [*keys(0), PRIVATE], request_id="", expires_at=60).store_id
+    store = run_to_end(
+        rig.core.prepare_store(rig.session, [*keys(0), PRIVATE], request_id="", now=0, lease_seconds=60)
+    ).store_id
     assert rig.core.handoffs.release(rig.name(), 1.0)
     rig.core.take_commands()
-    rig.core.complete_store(rig.session, store)
+    run_to_end(rig.core.complete_store(rig.session, store))
     assert rig.core.take_commands() == []
     assert rig.look_up([*keys(0), PRIVATE], prefix=False) == HIT + MISS
     assert rig.core.stats().tiers[0].blocks == 1
@@ -234,7 +241,7 @@ def test_a_pending_reset_delays_promotions() -> None:
     """B3.19: until old leases end there are no promotions; a new hold waits for its stores."""
     rig = HoldRig(ModelTier("near", 1 << 20))
     rig.store_in_all_tiers(keys(0, 1))
-    lease = rig.core.lookup(rig.reader, keys(0), prefix=True, request_id="", expires_at=60).lease
+    lease = run_to_end(rig.core.lookup(rig.reader, keys(0), now=0, lease_seconds=60)).lease
     assert lease is not None
     assert rig.core.reset(rig.session) == 1
     rig.publish(keys(0, 1))
@@ -285,11 +292,13 @@ def test_partial_blocks_are_never_passed_to_tiers() -> None:
     core = TierManager(64 << 10, 64 << 10, (ModelTier("near", 1 << 20),), settings=settings)
     core.add_memory(0, 64 << 10)
     session = core.open_session(b"s", "engine", None, NamespaceSpec(NamespaceId(b"n" * 32), 1, (4096,)))
-    answer = core.prepare_store(session, [*keys(0), PRIVATE], request_id="", expires_at=60)
+    answer = run_to_end(core.prepare_store(session, [*keys(0), PRIVATE], now=0, lease_seconds=60))
     assert answer.statuses == GRANTED * 2
-    core.complete_store(session, answer.store_id)
+    run_to_end(core.complete_store(session, answer.store_id))
     for request in ("a", "b", "c"):
-        lease = core.lookup(session, [*keys(0), PRIVATE], prefix=False, request_id=request, expires_at=60).lease
+        lease = run_to_end(
+            core.lookup(session, [*keys(0), PRIVATE], prefix=False, request_id=request, now=0, lease_seconds=60)
+        ).lease
         core.release(session, lease.id)
     assert core.durability.flush(session.namespace.id, [PRIVATE]) == b"\x03"
     stored = [block.key for command in core.take_commands() for block in getattr(command, "blocks", ())]

@@ -5,11 +5,12 @@ from typing import ClassVar
 
 import pytest
 from core_rig import HIT, MISS, PENDING, Rig, keys
+from harness.operations import Steps, run_to_end
 from simulation import ModelTier
 
 from kvtier.tiers.base import Outcome, TierFilter
 from kvtier.tiers.core.commands import LookupInTier
-from kvtier.tiers.core.leases import SlicedLookup
+from kvtier.tiers.core.leases import LookupAnswer
 from kvtier.tiers.stats.request_log import LookupRecord, OutcomeRun
 from kvtier.tiers.types import MissReason
 
@@ -17,21 +18,24 @@ FAR = 1e9
 
 
 def begin(
-    rig: Rig, names: list[bytes], *, prefix: bool = True, request_id: str = "", min_hits: int = 0
-) -> SlicedLookup:
-    return rig.core.lookup_handler.begin(rig.session, names, prefix=prefix, request_id=request_id, min_hits=min_hits)
+    rig: Rig, names: list[bytes], most: int, *, prefix: bool = True, request_id: str = "", min_hits: int = 0
+) -> Steps[LookupAnswer]:
+    """Begins a lookup with `most` keys per slice."""
+    options = {"prefix": prefix, "request_id": request_id, "min_hits": min_hits}
+    operation = rig.core.lookup(rig.session, names, now=0, lease_seconds=FAR, slice_keys=most, **options)
+    lookup = Steps(operation, "lookup")
+    if len(names) > most:
+        assert step(lookup)
+        assert (lookup.state.position, lookup.state.counted) == (0, 0), "also the first slice waits for its turn"
+    return lookup
 
 
-def look_up_slice(rig: Rig, lookup: SlicedLookup, most: int) -> bool:
-    before = lookup.position + lookup.counted
-    more = rig.core.lookup_handler.look_up_slice(lookup, most, expires_at=FAR, now=0.0)
-    assert lookup.position + lookup.counted <= before + most or not more
+def step(lookup: Steps[LookupAnswer]) -> bool:
+    state = lookup.state
+    before = state.position + state.counted
+    more = lookup.step()
+    assert state.position + state.counted <= before + state.slice_keys or not more
     return more
-
-
-def look_up(rig: Rig, lookup: SlicedLookup, most: int) -> None:
-    while look_up_slice(rig, lookup, most):
-        pass
 
 
 def mixed_rig() -> Rig:
@@ -42,7 +46,7 @@ def mixed_rig() -> Rig:
     while rig.core.resetting(rig.session):
         rig.core.work()
     rig.store_in_all_tiers(keys(*range(10, 20)))
-    rig.core.prepare_store(rig.session, keys(*range(20, 30)), request_id="", expires_at=FAR)
+    run_to_end(rig.core.prepare_store(rig.session, keys(*range(20, 30)), now=0, lease_seconds=FAR))
     rig.core.take_commands()
     return rig
 
@@ -57,8 +61,8 @@ def names_of(seed: int) -> list[bytes]:
     return keys(*numbers)
 
 
-def result_of(rig: Rig, lookup: SlicedLookup) -> tuple[object, ...]:
-    answer = lookup.answer()
+def result_of(rig: Rig, lookup: Steps[LookupAnswer]) -> tuple[object, ...]:
+    answer = lookup.answer
     [record] = rig.core.explain("r")
     asked: LookupRecord = record.lookups[-1]
     stats = rig.core.stats()
@@ -77,8 +81,8 @@ def test_slices_answer_as_one_piece(seed: int, most: int) -> None:
             whole, sliced = mixed_rig(), mixed_rig()
             results = []
             for rig, size in ((whole, len(names)), (sliced, most)):
-                lookup = begin(rig, names, prefix=prefix, request_id="r", min_hits=min_hits)
-                look_up(rig, lookup, size)
+                lookup = begin(rig, names, size, prefix=prefix, request_id="r", min_hits=min_hits)
+                lookup.finish()
                 results.append(result_of(rig, lookup))
             assert results[0] == results[1], (prefix, min_hits)
 
@@ -95,11 +99,11 @@ def test_hits_that_are_evicted_after_they_were_counted(most: int, stored: int, m
         rig = Rig(eviction={"cpu": "lru"})
         rig.store(keys(*range(stored)))
         rig.store(keys(*range(200, 216 - stored)))
-        lookup = begin(rig, keys(*range(stored)), request_id="r", min_hits=min_hits)
-        while size < min_hits > lookup.counted:
-            assert look_up_slice(rig, lookup, size)
+        lookup = begin(rig, keys(*range(stored)), size, request_id="r", min_hits=min_hits)
+        while size < min_hits > lookup.state.counted:
+            assert step(lookup)
         rig.store(keys(100, 101))
-        look_up(rig, lookup, size)
+        lookup.finish()
         curves = rig.core._miss_ratio_curves
         assert curves is not None
         results.append((result_of(rig, lookup), curves._answered, curves._keys, len(rig.core.leases())))
@@ -114,12 +118,15 @@ def test_hits_without_room_are_below_the_threshold() -> None:
     rig = Rig(ModelTier("near", 1 << 20), eviction={"cpu": "lru"}, queue=1 << 20)
     rig.store_in_all_tiers(keys(*range(4)))
     rig.store_in_all_tiers(keys(*range(100, 116)))
-    assert rig.core.lookup(rig.session, keys(*range(100, 114)), prefix=True, request_id="", expires_at=FAR).lease
+    assert run_to_end(
+        rig.core.lookup(rig.session, keys(*range(100, 114)), prefix=True, request_id="", now=0, lease_seconds=FAR)
+    ).lease
     for min_hits, wanted in ((2, PENDING * 2 + MISS * 2), (4, MISS * 4)):
-        lookup = begin(rig, keys(*range(4)), request_id="r", min_hits=min_hits)
-        look_up(rig, lookup, 4)
-        assert lookup.answer().statuses() == wanted
-        rig.core.lookup_handler.abandon(lookup)
+        lookup = begin(rig, keys(*range(4)), 4, request_id="r", min_hits=min_hits)
+        answer = lookup.finish()
+        assert answer.statuses() == wanted
+        if answer.lease is not None:
+            rig.core.release(rig.session, answer.lease.id)
         rig.finish_jobs()
     assert result_of(rig, lookup)[2] == (OutcomeRun(2, MissReason.BELOW_THRESHOLD), OutcomeRun(2, MissReason.NO_ROOM))
 
@@ -131,7 +138,9 @@ def test_unknown_keys_are_not_searched_one_by_one(monkeypatch: pytest.MonkeyPatc
     residency, searched = rig.core._transfers.residency, list[bytes]()
     monkeypatch.setattr(residency, "find", lambda _, key, __: searched.append(key))
     names, tiers = keys(0, *range(100, 200)), TierFilter(names=frozenset(["far"]))
-    found = rig.core.lookup(rig.session, names, prefix=False, request_id="", expires_at=FAR, tiers=tiers)
+    found = run_to_end(
+        rig.core.lookup(rig.session, names, prefix=False, request_id="", now=0, lease_seconds=FAR, tiers=tiers)
+    )
     assert (found.statuses(), searched) == (HIT + MISS * 100, [])
     assert [tier.misses for tier in rig.core.stats().tiers] == [100, 100, 0]
 
@@ -140,20 +149,19 @@ def test_the_head_of_a_sliced_lookup_is_evicted_last() -> None:
     """Without a request id, the slices still count as one use: the tail is evicted first (B4.9)."""
     rig = Rig(eviction={"cpu": "lru"})
     rig.store(keys(*range(16)))
-    lookup = begin(rig, keys(*range(16)))
-    look_up(rig, lookup, 4)
-    assert lookup.lease is not None
-    rig.core.release(rig.session, lookup.lease.id)
+    lease = begin(rig, keys(*range(16)), 4).finish().lease
+    assert lease is not None
+    rig.core.release(rig.session, lease.id)
     rig.store(keys(100, 101))
     assert rig.look_up(keys(*range(16))) == HIT * 14 + MISS * 2
 
 
 def test_an_abandoned_lookup_leaves_no_pin() -> None:
     rig = mixed_rig()
-    lookup = begin(rig, keys(*range(10, 30)), prefix=False)
-    look_up_slice(rig, lookup, 15)
+    lookup = begin(rig, keys(*range(10, 30)), 15, prefix=False)
+    assert step(lookup)
     assert len(rig.core.leases()) == 1
-    rig.core.lookup_handler.abandon(lookup)
+    lookup.operation.close()
     assert not rig.core.leases()
     assert not rig.core.lookup_handler.leases.awaited(list(rig.core._cpu_tier._index))
     assert sum(block.pins for block in rig.core._cpu_tier._index if block.ready) == 0
@@ -162,22 +170,21 @@ def test_an_abandoned_lookup_leaves_no_pin() -> None:
 def test_a_lookup_whose_lease_ends_has_no_hits() -> None:
     """Here the engine finishes the request between two slices."""
     rig = mixed_rig()
-    lookup = begin(rig, keys(*range(10, 30)), request_id="r")
-    assert look_up_slice(rig, lookup, 5)
+    lookup = begin(rig, keys(*range(10, 30)), 5, request_id="r")
+    assert step(lookup)
     rig.core.finish_request(rig.session, "r")
-    assert not look_up_slice(rig, lookup, 5)
-    assert lookup.answer().statuses() == MISS * 20
+    assert not step(lookup)
+    assert lookup.answer.statuses() == MISS * 20
     assert sum(block.pins for block in rig.core._cpu_tier._index if block.ready) == 0
 
 
 def test_a_reset_ends_a_lookup_in_slices() -> None:
     """Keys behind the last slice before the reset are misses (B3.19)."""
     rig = mixed_rig()
-    lookup = begin(rig, keys(*range(10, 20)), prefix=False, request_id="r")
-    assert look_up_slice(rig, lookup, 5)
+    lookup = begin(rig, keys(*range(10, 20)), 5, prefix=False, request_id="r")
+    assert step(lookup)
     rig.core.reset(rig.session)
-    look_up(rig, lookup, 5)
-    assert lookup.answer().statuses() == HIT * 5 + MISS * 5
+    assert lookup.finish().statuses() == HIT * 5 + MISS * 5
     [record] = rig.core.explain("r")
     assert record.lookups[-1].outcomes()[-1].outcome is MissReason.RESET
 
@@ -185,14 +192,13 @@ def test_a_reset_ends_a_lookup_in_slices() -> None:
 def test_a_block_that_settles_between_slices_is_a_hit() -> None:
     """A lease knows its pending blocks by their position in the whole lookup."""
     rig = mixed_rig()
-    lookup = begin(rig, keys(*range(30, 36), *range(10)), prefix=False)
-    assert look_up_slice(rig, lookup, 8)
+    lookup = begin(rig, keys(*range(30, 36), *range(10)), 7, prefix=False)
+    assert step(lookup)
     rig.finish_jobs()
-    assert look_up_slice(rig, lookup, 7)
-    assert lookup.answer().statuses() == MISS * 6 + HIT * 2 + PENDING * 7 + MISS
+    assert step(lookup)
+    assert lookup.state.answer().statuses() == MISS * 6 + HIT + PENDING * 7 + MISS * 2
     rig.finish_jobs()
-    look_up(rig, lookup, 8)
-    assert lookup.answer().statuses() == MISS * 6 + HIT * 9 + PENDING
+    assert lookup.finish().statuses() == MISS * 6 + HIT * 8 + PENDING * 2
 
 
 def test_slices_that_only_count_hits_send_their_queries() -> None:
@@ -202,19 +208,20 @@ def test_slices_that_only_count_hits_send_their_queries() -> None:
         shared: ClassVar[bool] = True
 
     rig = Rig(Shared("far", 1 << 20))
-    lookup = begin(rig, keys(*range(8)), min_hits=8)
-    assert rig.core.lookup_handler.look_up_slice(lookup, 4, expires_at=FAR, now=0.0)
+    lookup = begin(rig, keys(*range(8)), 4, min_hits=8)
+    assert lookup.step()
     assert [type(command) for command in rig.core.take_commands()] == [LookupInTier]
 
 
 def test_leases_that_lose_their_blocks_leave_no_entry() -> None:
     """The load of the first block fails, and then the lookup adds a miss to its lease."""
     rig = mixed_rig()
-    lookup = begin(rig, keys(0, 30), prefix=False)
-    assert look_up_slice(rig, lookup, 1)
+    lookup = begin(rig, keys(0, 30), 1, prefix=False)
+    assert step(lookup)
     rig.finish_jobs(Outcome.FAILED)
-    look_up(rig, lookup, 1)
-    rig.core.lookup_handler.abandon(lookup)
+    lease = lookup.finish().lease
+    assert lease is not None
+    rig.core.release(rig.session, lease.id)
     assert not rig.core.lookup_handler.leases.leased_bytes
 
 
@@ -229,14 +236,14 @@ def test_a_repeated_lookup_counts_once_in_the_curves() -> None:
     for most in (3, len(names)):
         rig = Rig(Shared("far", 1 << 20))
         rig.store(keys(*range(8)))
-        look_up(rig, begin(rig, names), most)
+        begin(rig, names, most).finish()
         curves = rig.core._miss_ratio_curves
         assert curves is not None
         assert curves._keys == 0, "the client repeats the lookup"
         for command in rig.core.take_commands():
             if isinstance(command, LookupInTier):
                 rig.core.lookup_finished(command.job_id, [False] * len(command.keys))
-        look_up(rig, begin(rig, names), most)
+        begin(rig, names, most).finish()
         counts.append((curves._keys, curves._answered))
     assert counts[0] == counts[1]
     assert counts[0][0] == len(names)

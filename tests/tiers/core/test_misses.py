@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 from core_rig import SPEC, Rig, keys
+from harness.operations import run_to_end
 from simulation import ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo, TierFilter
@@ -18,7 +19,9 @@ FIRST_TICK = 100.0
 
 def spans(rig: Rig, names: Sequence[bytes], *, prefix: bool = True, **more: object) -> tuple[OutcomeRun, ...]:
     """Looks up for a new request; returns what `explain` says of it."""
-    found = rig.core.lookup(rig.session, names, prefix=prefix, request_id="asks", expires_at=1e9, **more)  # type: ignore[arg-type]
+    found = run_to_end(
+        rig.core.lookup(rig.session, names, prefix=prefix, request_id="asks", now=0, lease_seconds=1e9, **more)
+    )  # type: ignore[arg-type]
     [record] = rig.core.explain("asks")
     if found.lease is not None and not found.lease.pending:
         rig.core.release(rig.session, found.lease.id)
@@ -65,10 +68,10 @@ def test_evicted_from_the_last_tier_that_had_it() -> None:
 def test_store_failed(how: str) -> None:
     """Every failed store has this reason."""
     rig = Rig()
-    answer = rig.core.prepare_store(rig.session, keys(*range(16)), request_id="", expires_at=60)
+    answer = run_to_end(rig.core.prepare_store(rig.session, keys(*range(16)), now=0, lease_seconds=60))
     wanted = keys(3)
     if how == "failed":
-        rig.core.complete_store(rig.session, answer.store_id, [3])
+        run_to_end(rig.core.complete_store(rig.session, answer.store_id, [3]))
     elif how == "expired":
         rig.core.tick(61)
     elif how == "fell":
@@ -124,7 +127,7 @@ def test_format_mismatch() -> None:
     assert [record.lookups[-1].outcomes() for record in rig.core.explain("asks")] == [
         (OutcomeRun(2, MissReason.FORMAT_MISMATCH),)
     ]
-    rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="theirs", expires_at=60)
+    run_to_end(rig.core.lookup(rig.session, keys(0, 1), request_id="theirs", now=0, lease_seconds=60))
     [record] = rig.core.explain("theirs")
     assert record.lookups[-1].outcomes() == (OutcomeRun(2, MissReason.NEVER_STORED),)
 
@@ -151,7 +154,9 @@ def test_no_room() -> None:
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store_in_all_tiers(keys(0))
     rig.store_in_all_tiers(keys(*range(100, 116)))
-    assert rig.core.lookup(rig.session, keys(*range(100, 116)), prefix=True, request_id="", expires_at=60).lease
+    assert run_to_end(
+        rig.core.lookup(rig.session, keys(*range(100, 116)), prefix=True, request_id="", now=0, lease_seconds=60)
+    ).lease
     assert spans(rig, keys(0)) == (OutcomeRun(1, MissReason.NO_ROOM),)
     check_sum(rig)
 
@@ -160,7 +165,7 @@ def test_pending_keys_of_a_released_lease_count_as_hits() -> None:
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store_in_all_tiers(keys(0))
     rig.store(keys(*range(100, 116)))
-    found = rig.core.lookup(rig.session, keys(0, 0), prefix=True, request_id="", expires_at=60)
+    found = run_to_end(rig.core.lookup(rig.session, keys(0, 0), now=0, lease_seconds=60))
     rig.core.release(rig.session, found.lease.id)
     assert rig.core.stats().tiers[1].hits == 1
     assert rig.core.stats().lookup_keys == 2
@@ -176,7 +181,11 @@ def test_explain_keeps_the_last_lookups_and_the_votes() -> None:
     rig.core.tick(FIRST_TICK)
     rig.core.begin_request(rig.session, RequestInfo("r", SPEC.id, kv_transfer_params={"do_remote_decode": True}))
     for number in range(6):
-        rig.core.lookup(rig.session, keys(*range(number + 1)), prefix=True, request_id="r", expires_at=1e9)
+        run_to_end(
+            rig.core.lookup(
+                rig.session, keys(*range(number + 1)), prefix=True, request_id="r", now=FIRST_TICK, lease_seconds=1e9
+            )
+        )
     [record] = rig.core.explain("r")
     assert record.negotiation.votes[0][1].why == "do_remote_decode: another engine will decode the request"
     assert (record.asked, [lookup.outcomes()[0].count for lookup in record.lookups]) == (6, [3, 4, 5, 6])
@@ -194,7 +203,7 @@ def test_equal_request_ids_of_two_engines() -> None:
     rig = Rig()
     other = rig.open("other")
     for session in (rig.session, other):
-        rig.core.lookup(session, keys(0), prefix=True, request_id="r", expires_at=60)
+        run_to_end(rig.core.lookup(session, keys(0), request_id="r", now=0, lease_seconds=60))
     assert [record.engine_id for record in rig.core.explain("r")] == ["other", "engine"]
 
 
@@ -208,6 +217,6 @@ def test_records_are_bounded() -> None:
     assert known[-1] == 999
     rig = Rig()
     for number in range(5000):
-        rig.core.lookup(rig.session, keys(0), prefix=True, request_id=f"r{number}", expires_at=60)
+        run_to_end(rig.core.lookup(rig.session, keys(0), request_id=f"r{number}", now=0, lease_seconds=60))
     assert rig.core.explain("r0") == []
     assert len(rig.core.explain("r4999")) == 1

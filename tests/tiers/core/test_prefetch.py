@@ -2,6 +2,7 @@
 
 import pytest
 from core_rig import HIT, MISS, Rig, keys
+from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 from tenants import PAGE, spec, tenant
 from tenants import Rig as TenantRig
@@ -10,16 +11,24 @@ from tenants import keys as tenant_keys
 from kvtier.tiers.base import Outcome
 from kvtier.tiers.core.commands import LoadFromTier
 from kvtier.tiers.core.prefetches import PrefetchAnswer
+from kvtier.tiers.types import EngineSession
 
 FAR = 1e9
 
 
-def prefetch(rig: Rig, names: list[bytes], *, most: int | None = None, retain_until: float = 0.0) -> PrefetchAnswer:
-    handler = rig.core.lookup_handler
-    begun = handler.begin_prefetch(rig.session, names, request_id="", retain_until=retain_until)
-    while handler.look_up_slice(begun, most, expires_at=FAR, now=0.0):
-        pass
-    return handler.end_prefetch(begun)
+def prefetch(
+    rig: Rig | TenantRig,
+    names: list[bytes],
+    *,
+    session: EngineSession | None = None,
+    most: int = 1000,
+    retain_until: float = 0.0,
+) -> PrefetchAnswer:
+    if session is None:
+        assert isinstance(rig, Rig)
+        session = rig.session
+    options = {"retain_until": retain_until, "slice_keys": most}
+    return run_to_end(rig.core.prefetch(session, names, now=0, lease_seconds=FAR, **options))
 
 
 def drop_from_cpu(rig: Rig) -> None:
@@ -37,8 +46,8 @@ def disk_rig(*numbers: int, extents: int = 8) -> Rig:
     return rig
 
 
-@pytest.mark.parametrize("most", [None, 3])
-def test_it_starts_promotions_and_leaves_no_lease(most: int | None) -> None:
+@pytest.mark.parametrize("most", [1000, 3])
+def test_it_starts_promotions_and_leaves_no_lease(most: int) -> None:
     """The blocks are hits when their job has ended; the first missing key ends the prefetch."""
     rig = disk_rig(*range(8))
     answer = prefetch(rig, keys(*range(8), 90, 91), most=most)
@@ -66,10 +75,7 @@ def test_retained_blocks_stay_until_their_time() -> None:
     rig.core.reset(session)
     while rig.core.resetting(session):
         rig.core.work()
-    handler = rig.core.lookup_handler
-    begun = handler.begin_prefetch(session, tenant_keys(range(8)), request_id="", retain_until=60)
-    handler.look_up_slice(begun, expires_at=FAR, now=0.0)
-    answer = handler.end_prefetch(begun)
+    answer = prefetch(rig, tenant_keys(range(8)), session=session, retain_until=60)
     assert (answer.started, answer.not_retained) == (8, 0)
     rig.work()
     rig.store("alice", range(100, 740))
@@ -103,10 +109,8 @@ def test_a_tenant_leaves_room_for_the_prefetches_of_others() -> None:
             rig.core.work()
     started = {}
     for name in ("alice", "bob", "alice", "carol"):
-        begun = handler.begin_prefetch(rig.session(spec(name)), tenant_keys(numbers), request_id="")
-        while handler.look_up_slice(begun, 3, expires_at=FAR, now=0.0):
-            pass
-        started.setdefault(name, []).append(handler.end_prefetch(begun).started)
+        answer = prefetch(rig, tenant_keys(numbers), session=rig.session(spec(name)), most=3)
+        started.setdefault(name, []).append(answer.started)
     most = handler.prefetches.limit_bytes // PAGE
     assert started == {"alice": [most // 2, 0], "bob": [most // 4], "carol": [most // 8]}
     rig.work()
@@ -138,12 +142,11 @@ def test_statistics_count_no_lookup() -> None:
 def test_a_load_that_ends_between_two_slices_is_not_counted() -> None:
     """The lease of the slices then has a block that has failed."""
     rig = disk_rig(*range(8))
-    handler = rig.core.lookup_handler
-    begun = handler.begin_prefetch(rig.session, keys(*range(8)), request_id="")
-    assert handler.look_up_slice(begun, 4, expires_at=FAR, now=0.0)
+    prefetch = Steps(rig.core.prefetch(rig.session, keys(*range(8)), now=0, lease_seconds=FAR, slice_keys=4), "lookup")
+    while prefetch.step() and prefetch.state.position < 4:
+        pass
     rig.finish_jobs(Outcome.FAILED)
-    handler.look_up_slice(begun, 4, expires_at=FAR, now=0.0)
-    assert handler.end_prefetch(begun).started == 8
+    assert prefetch.finish().started == 8
     assert rig.core.stats().lookup_keys == rig.core.stats().lookup_misses == 0
 
 
@@ -157,9 +160,7 @@ def test_a_tenant_within_its_quota_keeps_its_blocks() -> None:
         rig.core.work()
     rig.store("alice", range(16))
     rig.store("bob", range(300, 700))
-    begun = rig.core.lookup_handler.begin_prefetch(session, tenant_keys(range(200, 240)), request_id="")
-    rig.core.lookup_handler.look_up_slice(begun, expires_at=FAR, now=0.0)
-    assert rig.core.lookup_handler.end_prefetch(begun).started > 0
+    assert prefetch(rig, tenant_keys(range(200, 240)), session=session).started > 0
     assert set(tenant_keys(range(16))) <= rig.visible("alice")
 
 
@@ -167,7 +168,9 @@ def test_a_reset_makes_every_key_missing() -> None:
     """No promotion starts meanwhile."""
     rig = disk_rig(*range(4))
     rig.store(keys(50))
-    lease = rig.core.lookup(rig.session, keys(50), prefix=True, request_id="", expires_at=FAR).lease
+    lease = run_to_end(
+        rig.core.lookup(rig.session, keys(50), prefix=True, request_id="", now=0, lease_seconds=FAR)
+    ).lease
     assert lease is not None
     assert rig.core.reset(rig.session) == 1
     rig.core.take_commands()

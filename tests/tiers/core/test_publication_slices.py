@@ -2,6 +2,7 @@
 
 import pytest
 from core_rig import HIT, PENDING, keys
+from harness.operations import run_to_end
 from hold_rig import P2D, HoldRig
 from simulation import ModelTier
 
@@ -160,7 +161,7 @@ def test_a_reset_restarts_a_publication_that_waits_for_room(monkeypatch: pytest.
 def test_a_stall_between_two_slices_ends_the_wait_for_its_blocks() -> None:
     """The hold gives up the blocks of a stalled promotion. No eviction queue gets them again."""
     rig = new_rig()
-    rig.core.lookup(rig.session, keys(*range(4, 8)), prefix=True, request_id="", expires_at=60)
+    run_to_end(rig.core.lookup(rig.session, keys(*range(4, 8)), now=0, lease_seconds=60))
     publication = begin(rig)
     publish_slice(rig, publication, 2)
     rig.core.tier_stalled(1, stalled=True)

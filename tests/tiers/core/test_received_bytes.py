@@ -2,6 +2,7 @@
 
 import pytest
 from core_rig import HIT, MISS, SPEC, Rig, keys
+from harness.operations import run_to_end
 
 from kvtier.tiers.core.commands import EndReaders
 from kvtier.tiers.core.in_flight_stores import Store
@@ -12,16 +13,14 @@ PART = SPEC.part_bytes[0]
 
 
 def prepare(rig: Rig, names: list[bytes]) -> Store:
-    answer = rig.core.prepare_store(rig.session, names, request_id="", expires_at=FAR)
+    answer = run_to_end(rig.core.prepare_store(rig.session, names, now=0, lease_seconds=FAR))
     assert answer.store_id is not None
     return rig.core.store(rig.session, answer.store_id)
 
 
 def complete(rig: Rig, store: Store, failed: tuple[int, ...] = ()) -> list[int] | None:
-    handler = rig.core.store_handler
-    handler.begin_completion(rig.session, store.id, failed)
-    while handler.complete_slice(store, 3):
-        pass
+    unreceived = run_to_end(rig.core.complete_store(rig.session, store.id, failed, slice_blocks=3))
+    assert unreceived == (store.unreceived or ())
     return store.unreceived
 
 
@@ -71,7 +70,7 @@ def test_a_lease_that_ends_while_it_is_read_keeps_its_pins(how: str) -> None:
     rig = Rig()
     names = keys(*range(4))
     rig.store(names)
-    lease = rig.core.lookup(rig.session, names, prefix=True, request_id="", expires_at=60).lease
+    lease = run_to_end(rig.core.lookup(rig.session, names, now=0, lease_seconds=60)).lease
     assert lease is not None
     lease.readers = 2
     ends(rig)

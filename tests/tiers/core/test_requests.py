@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from core_rig import GRANTED, PRESENT, Rig, keys
+from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
@@ -42,7 +43,7 @@ def settle(rig: Rig) -> None:
 
 
 def prepare(rig: Rig, names: list[bytes], request_id: str = "r") -> Any:
-    return rig.core.prepare_store(rig.session, names, request_id=request_id, expires_at=60)
+    return run_to_end(rig.core.prepare_store(rig.session, names, request_id=request_id, now=0, lease_seconds=60))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_new_blocks_go_to_all_tiers_when_the_store_completes() -> None:
     begin(rig)
     answer = prepare(rig, keys(0))
     assert stores(rig) == []
-    rig.core.complete_store(rig.session, answer.store_id)
+    run_to_end(rig.core.complete_store(rig.session, answer.store_id))
     assert sorted(job.tier for job in stores(rig)) == [1, 2]
 
 
@@ -176,7 +177,7 @@ def test_a_block_that_another_request_stores_is_awaited() -> None:
     prepare(rig, keys(0))
     rig.core.finish_request(rig.session, "r")
     assert eager.finished == [], "something is parked"
-    rig.core.complete_store(rig.session, other.store_id)
+    run_to_end(rig.core.complete_store(rig.session, other.store_id))
     assert eager.finished == [], "the block is being stored"
     settle(rig)
     assert eager.finished == ["r"]
@@ -190,7 +191,7 @@ def test_an_awaited_block_whose_store_fails_is_dropped() -> None:
     begin(rig)
     prepare(rig, keys(0))
     request = rig.core.finish_request(rig.session, "r")
-    rig.core.complete_store(rig.session, other.store_id, failed=[0])
+    run_to_end(rig.core.complete_store(rig.session, other.store_id, failed=[0]))
     assert eager.finished == ["r"]
     assert (request.settled, request.incomplete) == (True, 1)
 
@@ -203,7 +204,7 @@ def test_backpressure_makes_a_request_level_request_incomplete() -> None:
     rig = Rig(RequestLevelTier("eager", 1 << 20), queue=4 * 4096)
     begin(rig)
     answer = prepare(rig, keys(*range(10)))
-    rig.core.complete_store(rig.session, answer.store_id)
+    run_to_end(rig.core.complete_store(rig.session, answer.store_id))
     request = rig.core.finish_request(rig.session, "r")
     assert (request.pending_stores, request.incomplete) == (8, 2)
     assert rig.core.stats().tiers[1].dropped >= 2
@@ -216,7 +217,7 @@ def test_a_failed_cascade_makes_the_request_incomplete() -> None:
     rig = Rig(RequestLevelTier("eager", 1 << 20))
     begin(rig)
     answer = prepare(rig, keys(0, 1))
-    rig.core.complete_store(rig.session, answer.store_id)
+    run_to_end(rig.core.complete_store(rig.session, answer.store_id))
     request = rig.core.finish_request(rig.session, "r")
     (job,) = stores(rig)
     rig.core.job_finished(job.job_id, [Outcome.DONE, Outcome.NO_SPACE])
@@ -238,7 +239,7 @@ def test_tiers_see_the_end_once_and_last() -> None:
     answer = prepare(rig, keys(0, 1))
     rig.core.finish_request(rig.session, "r")
     assert eager.finished == [], "a store is in flight"
-    rig.core.complete_store(rig.session, answer.store_id)
+    run_to_end(rig.core.complete_store(rig.session, answer.store_id))
     assert eager.finished == [], "blocks are on their way"
     settle(rig)
     assert eager.finished == ["r"]
@@ -256,7 +257,7 @@ def test_a_failed_store_completes_its_request() -> None:
     begin(rig)
     answer = prepare(rig, keys(0, 1))
     rig.core.finish_request(rig.session, "r")
-    rig.core.complete_store(rig.session, answer.store_id, failed=[0, 1])
+    run_to_end(rig.core.complete_store(rig.session, answer.store_id, failed=[0, 1]))
     assert eager.finished == ["r"]
     assert stores(rig) == []
 
@@ -286,14 +287,14 @@ def test_requests_of_an_ended_session_end() -> None:
     eager = RequestLevelTier("eager", 1 << 20)
     rig = Rig(eager)
     other = rig.open("other")
-    answer = rig.core.prepare_store(other, keys(0), request_id="", expires_at=60)
+    answer = run_to_end(rig.core.prepare_store(other, keys(0), now=0, lease_seconds=60))
     begin(rig)
     prepare(rig, keys(0, 1))
     rig.core.close_session(rig.session.id)
     assert eager.finished == ["r"]
     [record] = rig.core._request_log.find("r")
     assert record.incomplete == 1, "the block that the other client still writes"
-    rig.core.complete_store(other, answer.store_id)
+    run_to_end(rig.core.complete_store(other, answer.store_id))
     assert not rig.core._requests._requests
 
 
@@ -305,7 +306,7 @@ def test_a_request_id_may_be_reused_before_it_has_settled() -> None:
     first = prepare(rig, keys(0))
     rig.core.finish_request(rig.session, "r")
     begin(rig)
-    rig.core.complete_store(rig.session, first.store_id)
+    run_to_end(rig.core.complete_store(rig.session, first.store_id))
     settle(rig)
     assert eager.finished == ["r"]
     rig.core.finish_request(rig.session, "r")
@@ -318,7 +319,7 @@ def test_a_queued_cascade_pins_its_block() -> None:
     begin(rig)
     answer = prepare(rig, keys(*range(16)))
     assert answer.statuses == GRANTED * 16
-    rig.core.complete_store(rig.session, answer.store_id)
+    run_to_end(rig.core.complete_store(rig.session, answer.store_id))
     assert all(block.pins for block in rig.core._cpu_tier.blocks_of(rig.session.namespace.id).values())
     settle(rig)
     assert not any(block.pins for block in rig.core._cpu_tier.blocks_of(rig.session.namespace.id).values())
@@ -336,7 +337,7 @@ def test_policies_forget_the_requests_of_an_ended_session() -> None:
     rig = Rig(ModelTier("near", 1 << 20))
     begin(rig)
     assert prepare(rig, keys(1, 2)).statuses == GRANTED * 2
-    rig.core.complete_store(rig.session, prepare(rig, keys(3)).store_id)
+    run_to_end(rig.core.complete_store(rig.session, prepare(rig, keys(3)).store_id))
     settle(rig)
     assert requests_open_in_policies(rig) > 0
     rig.core.close_session(rig.session.id)
@@ -350,6 +351,6 @@ def test_policies_forget_a_request_whose_stores_end_after_it() -> None:
     begin(rig)
     store = prepare(rig, keys(1, 2)).store_id
     rig.core.finish_request(rig.session, "r")
-    rig.core.complete_store(rig.session, store)
+    run_to_end(rig.core.complete_store(rig.session, store))
     settle(rig)
     assert requests_open_in_policies(rig) == 0

@@ -3,6 +3,7 @@
 import dataclasses
 
 from core_rig import GRANTED, HIT, MISS, PENDING, SPEC, Rig, keys
+from harness.operations import run_to_end
 from simulation import ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo
@@ -38,15 +39,15 @@ def test_a_reset_waits_for_jobs_of_tiers() -> None:
 def test_a_running_store_is_never_published_after_a_reset() -> None:
     """B4.13: it keeps its slots until the writer is done; its late completion publishes nothing."""
     rig = Rig(ModelTier("near", 1 << 20))
-    before = rig.core.prepare_store(rig.session, keys(0, 1), request_id="", expires_at=60)
+    before = run_to_end(rig.core.prepare_store(rig.session, keys(0, 1), now=0, lease_seconds=60))
     assert rig.core.reset(rig.session) == 2, "not yet"
-    after = rig.core.prepare_store(rig.session, keys(0, 1), request_id="", expires_at=60)
+    after = run_to_end(rig.core.prepare_store(rig.session, keys(0, 1), now=0, lease_seconds=60))
     assert not set(before.slots) & set(after.slots), "the old writer still writes there"
-    rig.core.complete_store(rig.session, before.store_id)
+    run_to_end(rig.core.complete_store(rig.session, before.store_id))
     assert rig.core.resetting(rig.session) == 0
     assert rig.finish_jobs() == [], "nothing to cascade"
     assert rig.look_up(keys(0, 1)) == PENDING * 2, "the new store is running"
-    rig.core.complete_store(rig.session, after.store_id)
+    run_to_end(rig.core.complete_store(rig.session, after.store_id))
     assert rig.look_up(keys(0, 1)) == HIT * 2
 
 
@@ -55,7 +56,7 @@ def test_a_running_promotion_is_never_published_after_a_reset() -> None:
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store_in_all_tiers(keys(0))
     rig.core.reset(rig.session)
-    lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
+    lease = run_to_end(rig.core.lookup(rig.session, keys(0), now=0, lease_seconds=60)).lease
     [job] = [command for command in rig.core.take_commands() if isinstance(command, LoadFromTier)]
     assert rig.core.reset(rig.session) == 1
     rig.core.job_finished(job.job_id, [Outcome.DONE])
@@ -68,7 +69,9 @@ def test_a_reader_keeps_its_blocks_during_a_reset() -> None:
     """B4.13: the reset waits for leases; their slots are not reused meanwhile."""
     rig = Rig()
     rig.store(keys(*range(16)))
-    lease = rig.core.lookup(rig.session, keys(*range(16)), prefix=True, request_id="", expires_at=60).lease
+    lease = run_to_end(
+        rig.core.lookup(rig.session, keys(*range(16)), prefix=True, request_id="", now=0, lease_seconds=60)
+    ).lease
     slots = lease.slots(range(16), 0)
     assert rig.core.reset(rig.session) == 16
     assert lease.statuses() == HIT * 16
@@ -83,7 +86,7 @@ def test_polling_a_reset_does_not_reset_again() -> None:
     """B4.13: blocks that others stored meanwhile stay."""
     rig = Rig()
     rig.store(keys(0))
-    lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
+    lease = run_to_end(rig.core.lookup(rig.session, keys(0), now=0, lease_seconds=60)).lease
     assert rig.core.reset(rig.session) == 1
     rig.store(keys(7))
     assert rig.core.reset(rig.session) == 1
@@ -102,22 +105,22 @@ def test_requests_end_or_continue_after_a_reset() -> None:
         info = RequestInfo(request_id, rig.session.namespace.id, kv_transfer_params={"do_remote_decode": True})
         rig.core.begin_request(rig.session, info)
     stores = [
-        rig.core.prepare_store(rig.session, keys(number), request_id=request_id, expires_at=60)
+        run_to_end(rig.core.prepare_store(rig.session, keys(number), request_id=request_id, now=0, lease_seconds=60))
         for number, request_id in ((0, "done"), (1, "goes on"), (2, "done"))
     ]
     written, under_way, in_flight = (store.store_id for store in stores)
-    rig.core.complete_store(rig.session, written)
+    run_to_end(rig.core.complete_store(rig.session, written))
     rig.core.finish_request(rig.session, "done")
     assert rig.core.reset(rig.session) == 3
-    rig.core.complete_store(rig.session, under_way)
-    rig.core.complete_store(rig.session, in_flight)
+    run_to_end(rig.core.complete_store(rig.session, under_way))
+    run_to_end(rig.core.complete_store(rig.session, in_flight))
     assert near.finished == [], "a block of it is being cascaded"
     rig.finish_jobs()
     assert near.finished == ["done"]
     assert rig.core.resetting(rig.session) == 0
-    again = rig.core.prepare_store(rig.session, keys(1), request_id="goes on", expires_at=60)
+    again = run_to_end(rig.core.prepare_store(rig.session, keys(1), request_id="goes on", now=0, lease_seconds=60))
     assert again.statuses == GRANTED
-    rig.core.complete_store(rig.session, again.store_id)
+    run_to_end(rig.core.complete_store(rig.session, again.store_id))
     rig.core.finish_request(rig.session, "goes on")
     rig.finish_jobs()
     assert near.finished == ["done", "goes on"]
@@ -166,7 +169,7 @@ def test_a_retired_block_that_is_read_is_not_evicted() -> None:
     rig = Rig(ModelTier("near", 2 * 4096), extents=2)
     rig.store_in_all_tiers(keys(0, 1))
     rig.core.reset(rig.session, retire=True)
-    rig.core.lookup(rig.session, keys(1), prefix=True, request_id="", expires_at=60)
+    run_to_end(rig.core.lookup(rig.session, keys(1), now=0, lease_seconds=60))
     (load,) = rig.core.take_commands()
     assert isinstance(load, LoadFromTier)
     rig.session = rig.open("other", dataclasses.replace(SPEC, id=NamespaceId(b"o" * 32)))

@@ -1,6 +1,7 @@
 """`retain_for`: blocks that a request wants to keep for a time, up to a limit."""
 
 import pytest
+from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 from tenants import PAGE, Rig, keys, spec, tenant
 
@@ -89,9 +90,11 @@ def test_ended_retention_frees_its_budget() -> None:
     rig.core.reset(rig.session(spec("alice")))
     assert rig.share("alice").retained == 0
     session = rig.session(spec("alice"))
-    answer = rig.core.prepare_store(session, keys(range(4)), request_id="", expires_at=1e9, retain_until=90)
+    answer = run_to_end(
+        rig.core.prepare_store(session, keys(range(4)), request_id="", now=0, lease_seconds=1e9, retain_until=90)
+    )
     assert rig.share("alice").retained == 4 * PAGE
-    rig.core.complete_store(session, answer.store_id, failed=range(4))
+    run_to_end(rig.core.complete_store(session, answer.store_id, failed=range(4)))
     assert rig.share("alice").retained == 0
 
 
@@ -120,8 +123,10 @@ def test_expired_retention_makes_room_at_once() -> None:
     rig.store("alice", range(32), retain_until=60)
     queues = rig.core._cpu_tier.queues
     rig.store("alice", range(100, 132))
-    held = rig.core.lookup(
-        rig.session(spec("alice")), keys(range(100, 132)), prefix=False, request_id="", expires_at=1e9
+    held = run_to_end(
+        rig.core.lookup(
+            rig.session(spec("alice")), keys(range(100, 132)), prefix=False, request_id="", now=0, lease_seconds=1e9
+        )
     )
     assert held.lease is not None
     queues.now = 61.0

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 import pytest
 from core_rig import GRANTED, NO_ROOM, PRESENT, Rig, keys, ready_blocks
+from harness.operations import run_to_end
 from simulation import EXTENT
 
 from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.core.holds import Hold
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.eviction.quotas import Tenant
-from kvtier.tiers.core.holds import Hold
 from kvtier.tiers.types import EngineSession, HandoffDirection, NamespaceSpec, PublishStatus, StoreAnswer
 
 SLOTS = EXTENT // 4096
@@ -35,12 +36,12 @@ class Site:
 
     def prepare(self, session: EngineSession, start: int, count: int) -> StoreAnswer:
         names = keys(*range(start, start + count))
-        return self.core.prepare_store(session, names, request_id="", expires_at=600)
+        return run_to_end(self.core.prepare_store(session, names, now=0, lease_seconds=600))
 
     def store(self, session: EngineSession, start: int, count: int) -> None:
         answer = self.prepare(session, start, count)
         assert answer.store_id is not None
-        self.core.complete_store(session, answer.store_id)
+        run_to_end(self.core.complete_store(session, answer.store_id))
 
     def fill(self) -> None:
         """Stores blocks of one tenant in all slots, in two stores, because one may not pin all."""
@@ -50,7 +51,8 @@ class Site:
     def lease(self, session: EngineSession, start: int, count: int) -> int:
         """Returns the number of blocks that the lease pins."""
         names = keys(*range(start, start + count))
-        lease = self.core.lookup(session, names, prefix=False, request_id="", expires_at=600).lease
+        lookup = self.core.lookup(session, names, now=0, lease_seconds=600, prefix=False, request_id="")
+        lease = run_to_end(lookup).lease
         return lease.hits if lease is not None else 0
 
     def publish(self, session: EngineSession, start: int, count: int, request_id: str = "r") -> bool:
@@ -114,7 +116,9 @@ def test_leases_and_open_stores_count_together() -> None:
     """Leases at their bound leave room for stores of the tenant, and both for another tenant."""
     site = Site()
     site.store(site.alice, 0, 12)
-    lease = site.core.lookup(site.alice, keys(*range(SLOTS)), prefix=True, request_id="", expires_at=600).lease
+    lease = run_to_end(
+        site.core.lookup(site.alice, keys(*range(SLOTS)), prefix=True, request_id="", now=0, lease_seconds=600)
+    ).lease
     assert lease is not None
     assert lease.hits == 12
     assert refused(site.prepare(site.alice, 500, 4)) == 2
@@ -126,7 +130,9 @@ def test_open_stores_leave_no_lease_beyond_the_part() -> None:
     site = Site()
     site.store(site.alice, 0, 4)
     site.prepare(site.alice, 500, 12)
-    lease = site.core.lookup(site.alice, keys(*range(4)), prefix=True, request_id="", expires_at=600).lease
+    lease = run_to_end(
+        site.core.lookup(site.alice, keys(*range(4)), prefix=True, request_id="", now=0, lease_seconds=600)
+    ).lease
     assert lease is not None
     assert lease.hits == 2
     assert refused(site.prepare(site.bob, 0, 2)) == 0
@@ -218,7 +224,9 @@ def test_a_store_finds_an_extent_behind_many_blocks_of_pinned_ones() -> None:
     for start in range(0, len(names), in_extent):
         assert rig.store(names[start : start + in_extent]) == GRANTED * in_extent
     for start in range(0, in_extent * (extents - 1), in_extent):
-        rig.core.lookup(rig.session, names[start : start + 1], prefix=True, request_id="", expires_at=60)
+        run_to_end(
+            rig.core.lookup(rig.session, names[start : start + 1], prefix=True, request_id="", now=0, lease_seconds=60)
+        )
     assert rig.store(keys(1, group=1)) == GRANTED
 
 
@@ -231,7 +239,7 @@ def test_a_store_is_refused_only_if_nothing_can_be_evicted(seed: int) -> None:
         group = rng.choice((0, 0, 1))
         names = keys(*rng.sample(range(200), rng.randint(1, 12)), group=group)
         if rng.random() < 0.4:
-            rig.core.lookup(rig.session, names, prefix=False, request_id="", expires_at=60)
+            run_to_end(rig.core.lookup(rig.session, names, prefix=False, now=0, lease_seconds=60))
         elif rng.random() < 0.03:
             for lease in rig.core.leases()[: rng.randint(0, 8)]:
                 rig.core.release(rig.session, lease.id)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import pytest
 from core_rig import HIT, MISS, Rig, keys, ready_blocks
+from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome
-from kvtier.tiers.core.commands import RoomOffered
-from kvtier.tiers.core.leases import SlicedLookup
+from kvtier.tiers.core.commands import RoomOffered, Waiter
+from kvtier.tiers.core.leases import LookupAnswer
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.room_queue import MAX_WAITERS
 from kvtier.tiers.core.settings import TierSettings
@@ -20,7 +21,7 @@ from kvtier.tiers.errors import InvalidItem
 from kvtier.tiers.eviction.quotas import Tenant
 from kvtier.tiers.types import EngineSession, NamespaceSpec, tenant_of
 
-SLOTS = EXTENT // 4096
+SLOTS, FAR = EXTENT // 4096, 1e9
 ALICE, BOB = b"A" * 16, b"B" * 16
 
 
@@ -56,37 +57,37 @@ class Crowd:
 
     def put_on_disk(self, session: EngineSession, names: list[bytes]) -> None:
         for name in names:
-            answer = self.core.prepare_store(session, [name], request_id="", expires_at=60)
+            answer = run_to_end(self.core.prepare_store(session, [name], now=0, lease_seconds=60))
             assert answer.store_id is not None
-            self.core.complete_store(session, answer.store_id)
+            run_to_end(self.core.complete_store(session, answer.store_id))
             self.run()
 
-    def begin(self, session: EngineSession, names: list[bytes], *, may_wait: bool = True) -> SlicedLookup:
-        return self.core.lookup_handler.begin(session, names, request_id="", prefix=True, may_wait=may_wait)
+    def begin(self, session: EngineSession, names: list[bytes], *, may_wait: bool = True) -> Steps[LookupAnswer]:
+        deadline = FAR if may_wait else 0.0
+        seconds = 60 - self.now  # at the end of a turmoil all leases expire
+        operation = self.core.lookup(
+            session, names, now=self.now, lease_seconds=seconds, deadline=deadline, slice_keys=1000
+        )
+        return Steps(operation, "lookup")
 
-    def step(self, lookup: SlicedLookup) -> bool:
-        most = None if lookup.waiter is None else 4
-        more = self.core.lookup_handler.look_up_slice(lookup, most, expires_at=60, now=self.now)
-        if lookup.lacks_room and lookup.waiter is None:
-            lookup.waiter = self.room.enter(lookup.session, self.now)
-            if lookup.waiter is not None and lookup.waiter.is_offered:  # it kept itself out
-                lookup.waiter.is_offered = False
-                return self.step(lookup)
-        if lookup.lacks_room and lookup.is_over_budget and lookup.waiter is not None:
-            self.room.yield_turn(lookup.waiter)
+    def step(self, lookup: Steps[LookupAnswer]) -> bool:
+        """Steps a lookup until it waits or ends; returns whether it waits."""
+        more = lookup.step(self.now)
+        while more and (lookup.waiter is None or lookup.waiter.is_offered):
+            more = lookup.step(self.now)
         self.run()
-        return self.step(lookup) if more and not lookup.lacks_room else more
+        return more
 
-    def end(self, lookup: SlicedLookup) -> None:
+    def end(self, lookup: Steps[LookupAnswer]) -> None:
         """The client gives its lease back, after its answer or in the middle."""
-        if lookup.waiter is not None:
-            self.room.leave(lookup.waiter, self.now)
-            lookup.waiter = None
-        self.core.lookup_handler.abandon(lookup)
+        lease = lookup.state.lease
+        lookup.operation.close()
+        if lease is not None and self.core.lookup_handler.leases.is_open(lease):
+            self.core.release(lookup.state.session, lease.id)
         self.run()
 
 
-def full(crowd: Crowd) -> tuple[SlicedLookup, EngineSession]:
+def full(crowd: Crowd) -> tuple[Steps[LookupAnswer], EngineSession]:
     """A lookup that has pinned all slots."""
     session = crowd.open("first")
     names = keys(*range(SLOTS))
@@ -96,21 +97,18 @@ def full(crowd: Crowd) -> tuple[SlicedLookup, EngineSession]:
     return lookup, session
 
 
-def waiting(crowd: Crowd, number: int, *, tenant: bytes = ALICE, blocks: int = 2) -> SlicedLookup:
+def waiting(crowd: Crowd, number: int, *, tenant: bytes = ALICE, blocks: int = 2) -> Steps[LookupAnswer]:
     """A lookup of blocks that only the disk has, which waits for room."""
     session = crowd.open(f"{tenant[:1].decode()}{number}", tenant)
     lookup = crowd.begin(session, keys(*range(500 + 10 * number, 500 + 10 * number + blocks)))
-    if crowd.core.lookup_handler.must_queue(lookup):
-        lookup.waiter = crowd.room.enter(session, crowd.now)
-    else:
-        assert crowd.step(lookup)
-        assert lookup.lacks_room
+    assert crowd.step(lookup)
+    assert lookup.waiter is not None
     return lookup
 
 
 def crowd_of(
     waiters: list[bytes], *, blocks: int = 2, **options: object
-) -> tuple[Crowd, SlicedLookup, list[SlicedLookup]]:
+) -> tuple[Crowd, Steps[LookupAnswer], list[Steps[LookupAnswer]]]:
     crowd = Crowd(**options)  # type: ignore[arg-type]
     for number, tenant in enumerate(waiters):
         session = crowd.open(f"writer{number}", tenant)
@@ -129,12 +127,7 @@ def test_waiters_come_first_come_first_served() -> None:
         assert crowd.offered.pop() is lookup.waiter
         assert not crowd.offered, "no thundering herd"
         assert not crowd.step(lookup)
-        assert lookup.answer().lease is not None
-        assert lookup.waiter is not None
-        crowd.offered.clear()
-        crowd.room.leave(lookup.waiter, crowd.now)
-        lookup.waiter = None
-        crowd.run()
+        assert lookup.answer.lease is not None
     assert not len(crowd.room)
 
 
@@ -148,8 +141,8 @@ def test_tenants_take_turns() -> None:
         crowd.offered.clear()
         lookup = next(each for each in lookups if each.waiter is waiter)
         order.append(lookups.index(lookup))
-        crowd.step(lookup)
         crowd.offered.clear()
+        assert not crowd.step(lookup)
         crowd.end(lookup)
     assert order.index(4) <= 1
 
@@ -162,25 +155,25 @@ def test_a_lookup_without_a_wait_takes_no_room_of_a_waiter() -> None:
     crowd.put_on_disk(late, [])
     hasty = crowd.begin(late, keys(500, 501), may_wait=False)
     assert not crowd.step(hasty)
-    assert hasty.answer().statuses() == MISS * 2
+    assert hasty.answer.statuses() == MISS * 2
     assert not crowd.step(lookup)
-    assert lookup.answer().statuses()[:1] != MISS
+    assert lookup.answer.statuses()[:1] != MISS
 
 
 def test_the_head_keeps_what_it_gets() -> None:
     """A lookup that needs much room gets it bit by bit, although others look up too."""
     crowd, holder, [lookup] = crowd_of([ALICE], blocks=8)
-    assert holder.lease is not None
+    assert holder.state.lease is not None
     # The holder exchanges its lease for one on fewer blocks.
-    smaller = crowd.begin(holder.session, keys(*range(SLOTS - 4)))
+    smaller = crowd.begin(holder.state.session, keys(*range(SLOTS - 4)))
     assert not crowd.step(smaller)
     crowd.end(holder)
     assert crowd.step(lookup)
-    assert lookup.lacks_room
-    assert lookup.position == 4
+    assert lookup.state.lacks_room
+    assert lookup.state.position == 4
     crowd.end(smaller)
     assert not crowd.step(lookup)
-    answer = lookup.answer()
+    answer = lookup.answer
     assert answer.lease is not None
     assert answer.lease.hits == 8
     crowd.run()
@@ -190,9 +183,9 @@ def test_the_head_keeps_what_it_gets() -> None:
 def test_after_the_wait_the_rest_is_a_miss() -> None:
     """A lookup that may wait no longer answers with what it has."""
     crowd, holder, [lookup] = crowd_of([ALICE], blocks=4)
-    lookup.may_wait = False
+    crowd.now = FAR
     assert not crowd.step(lookup)
-    assert lookup.answer().statuses() == MISS * 4
+    assert lookup.answer.statuses() == MISS * 4
     crowd.end(lookup)
     crowd.end(holder)
     assert not crowd.core.leases()
@@ -217,10 +210,10 @@ def test_a_tenant_has_a_limit_of_waiters() -> None:
     """Further lookups do not wait, and another tenant can."""
     crowd = Crowd()
     alice, bob = crowd.open("a"), crowd.open("b", BOB)
-    waiters = [crowd.room.enter(alice, 0.0) for _ in range(MAX_WAITERS)]
+    waiters = [crowd.room.enter(alice, 0.0, FAR) for _ in range(MAX_WAITERS)]
     assert None not in waiters
-    assert crowd.room.enter(alice, 0.0) is None
-    assert crowd.room.enter(bob, 0.0) is not None
+    assert crowd.room.enter(alice, 0.0, FAR) is None
+    assert crowd.room.enter(bob, 0.0, FAR) is not None
 
 
 def test_leases_of_a_tenant_pin_a_part() -> None:
@@ -230,10 +223,10 @@ def test_leases_of_a_tenant_pin_a_part() -> None:
     crowd.put_on_disk(session, keys(*range(SLOTS)))
     lookup = crowd.begin(session, keys(*range(SLOTS)), may_wait=False)
     assert not crowd.step(lookup)
-    assert lookup.answer().statuses() == HIT * (SLOTS // 2) + MISS * (SLOTS - SLOTS // 2)
+    assert lookup.answer.statuses() == HIT * (SLOTS // 2) + MISS * (SLOTS - SLOTS // 2)
     again = crowd.begin(session, keys(*range(SLOTS // 2)), may_wait=False)
     assert not crowd.step(again)
-    assert again.answer().statuses() == HIT * (SLOTS // 2), "a block counts once"
+    assert again.answer.statuses() == HIT * (SLOTS // 2), "a block counts once"
     other = crowd.open("other", BOB)
     crowd.put_on_disk(other, keys(*range(4)))
     assert crowd.step(crowd.begin(other, keys(*range(4)))) is False
@@ -251,9 +244,8 @@ def test_a_lookup_that_can_never_fit_does_not_wait(part: float) -> None:
     crowd.put_on_disk(session, names)
     lookup = crowd.begin(session, names)
     assert not crowd.step(lookup)
-    assert not lookup.lacks_room
-    assert lookup.answer().lease is not None
-    assert int(part * SLOTS) - 8 <= lookup.answer().lease.hits <= int(part * SLOTS)  # type: ignore[union-attr]
+    assert lookup.answer.lease is not None
+    assert int(part * SLOTS) - 8 <= lookup.answer.lease.hits <= int(part * SLOTS)  # type: ignore[union-attr]
 
 
 def test_a_tenant_at_its_bound_does_not_hold_the_line() -> None:
@@ -266,16 +258,15 @@ def test_a_tenant_at_its_bound_does_not_hold_the_line() -> None:
     assert not crowd.step(held)
     lookup = crowd.begin(alice, keys(*range(SLOTS // 2, SLOTS // 2 + 4)))
     assert crowd.step(lookup)
-    assert lookup.is_over_budget
+    assert lookup.state.is_over_budget
     theirs = crowd.begin(bob, keys(*range(4)))
-    if crowd.core.lookup_handler.must_queue(theirs):
-        theirs.waiter = crowd.room.enter(bob, 0.0)
-    crowd.core.tick(1.0)
-    crowd.run()
-    crowd.step(lookup)
-    assert theirs.waiter is None or theirs.waiter in crowd.offered
-    assert not crowd.step(theirs)
-    assert theirs.answer().lease is not None
+    if crowd.step(theirs):
+        crowd.core.tick(1.0)
+        crowd.run()
+        assert crowd.step(lookup)
+        assert theirs.waiter in crowd.offered
+        assert not crowd.step(theirs)
+    assert theirs.answer.lease is not None
 
 
 def test_lookups_after_a_withdrawal() -> None:
@@ -283,9 +274,9 @@ def test_lookups_after_a_withdrawal() -> None:
     rig = Rig()
     rig.session.withdraw(7)
     with pytest.raises(InvalidItem):
-        rig.core.lookup_handler.begin(rig.session, keys(1), request_id="", prefix=True, grant_id=7)
+        run_to_end(rig.core.lookup(rig.session, keys(1), now=0, lease_seconds=60, grant_id=7))
     with pytest.raises(InvalidItem):
-        rig.core.prepare_store(rig.session, keys(1), request_id="", expires_at=60, grant_id=7)
+        run_to_end(rig.core.prepare_store(rig.session, keys(1), now=0, lease_seconds=60, grant_id=7))
 
 
 class Turmoil:
@@ -296,9 +287,9 @@ class Turmoil:
         self.crowd = Crowd(part=self.rng.choice((0.3, 0.5, 1.0)))
         self.tenants = (ALICE, BOB, b"C" * 16)
         self.sessions = [self.crowd.open(f"{n}", self.rng.choice(self.tenants)) for n in range(12)]
-        self.holders: list[SlicedLookup] = []
-        self.waiting: list[SlicedLookup] = []
-        self.overtaken: dict[SlicedLookup, int] = {}
+        self.holders: list[Steps[LookupAnswer]] = []
+        self.waiting: list[Steps[LookupAnswer]] = []
+        self.overtaken: dict[Steps[LookupAnswer], int] = {}
         """Per waiting lookup the number of lookups of its session that began later and got room."""
         for tenant in self.tenants:
             self.crowd.put_on_disk(self.crowd.open(f"writer {tenant!r}", tenant), keys(*range(3 * SLOTS)))
@@ -306,44 +297,32 @@ class Turmoil:
     def look_up(self) -> None:
         start = self.rng.randrange(3 * SLOTS - 12)
         names = keys(*range(start, start + self.rng.randrange(1, 12)))
-        lookup = self.crowd.begin(self.rng.choice(self.sessions), names, may_wait=self.rng.random() < 0.8)
-        if lookup.may_wait and self.crowd.core.lookup_handler.must_queue(lookup):
-            lookup.waiter = self.crowd.room.enter(lookup.session, self.crowd.now)
-            self._began_to_wait(lookup)
-        else:
-            self._step(lookup)
+        self._step(self.crowd.begin(self.rng.choice(self.sessions), names, may_wait=self.rng.random() < 0.8))
 
-    def _began_to_wait(self, lookup: SlicedLookup) -> None:
-        self.waiting.append(lookup)
-        self.overtaken[lookup] = 0
-
-    def _step(self, lookup: SlicedLookup) -> None:
-        before, has_waited = lookup.position, lookup.waiter is not None
-        self.crowd.step(lookup)
-        if lookup.lacks_room:
-            if not has_waited:
-                self._began_to_wait(lookup)
+    def _step(self, lookup: Steps[LookupAnswer]) -> None:
+        before, waiter = lookup.state.position, lookup.waiter
+        is_waiting = self.crowd.step(lookup)
+        if is_waiting and waiter is None:
+            self.waiting.append(lookup)
+            self.overtaken[lookup] = 0
+        if is_waiting:
             return
-        if has_waited:
-            self._served(lookup)
-        assert lookup.position >= before
-        if lookup.lease is not None:
+        if waiter is not None:
+            self._served(lookup, waiter)
+        assert lookup.state.position >= before
+        if lookup.state.lease is not None:
             self.holders.append(lookup)
 
-    def _served(self, lookup: SlicedLookup) -> None:
-        assert lookup.waiter is not None
+    def _served(self, lookup: Steps[LookupAnswer], waiter: Waiter) -> None:
         self.waiting.remove(lookup)
         del self.overtaken[lookup]
         for other in self.waiting:
-            self.overtaken[other] += other.session is lookup.session and other.waiter.since < lookup.waiter.since
-        self.crowd.room.leave(lookup.waiter, self.crowd.now)
-        lookup.waiter = None
-        self.crowd.run()
+            assert other.waiter is not None
+            is_of_session = other.waiter.session_id == waiter.session_id
+            self.overtaken[other] += is_of_session and other.waiter.since < waiter.since
 
     def retry(self) -> None:
         for lookup in [each for each in self.waiting if each.waiter is not None and each.waiter.is_offered]:
-            assert lookup.waiter is not None
-            lookup.waiter.is_offered = False
             self._step(lookup)
 
     def release(self) -> None:
@@ -358,8 +337,8 @@ class Turmoil:
 
     def withdraw(self) -> None:
         """A client withdraws a grant: the lease ends, also that of a paused lookup."""
-        found = [each for each in (*self.holders, *self.waiting) if each.lease is not None]
-        leases = [each.lease for each in found if self.crowd.core.lookup_handler.leases.is_open(each.lease)]
+        found = [each.state.lease for each in (*self.holders, *self.waiting)]
+        leases = [each for each in found if each and self.crowd.core.lookup_handler.leases.is_open(each)]
         if leases:
             self.crowd.core.lookup_handler.end([self.rng.choice(leases)])
             self.crowd.run()

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 import pytest
 from core_rig import HIT, MISS, PENDING, Rig, keys
+from harness.operations import run_to_end
 from simulation import ModelTier
 
 from kvtier.tiers.base import Medium, NamespaceId, Outcome, TierFilter
@@ -25,7 +26,7 @@ class Shared(ModelTier):
 
 def statuses(rig: Rig, names: list[bytes], *, prefix: bool = True) -> bytes:
     """Looks up, releases the lease, and returns the statuses."""
-    found = rig.core.lookup(rig.session, names, prefix=prefix, request_id="", expires_at=60)
+    found = run_to_end(rig.core.lookup(rig.session, names, prefix=prefix, now=0, lease_seconds=60))
     if found.lease is not None:
         rig.core.release(rig.session, found.lease.id)
     return found.statuses()
@@ -46,7 +47,7 @@ def test_an_unanswered_query_is_retry() -> None:
     assert statuses(rig, keys(0)) == RETRY
     assert questions(rig) == []
     rig.core.lookup_finished(question.job_id, [True])
-    found = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60)
+    found = run_to_end(rig.core.lookup(rig.session, keys(0), now=0, lease_seconds=60))
     assert found.statuses() == PENDING
     [load] = [command for command in rig.core.take_commands() if isinstance(command, LoadFromTier)]
     rig.core.job_finished(load.job_id, [Outcome.DONE])
@@ -75,11 +76,18 @@ def test_tiers_are_used_in_order() -> None:
     for tiers, source in (((near, far), 1), ((far, near), 2)):
         rig = Rig(*tiers)
         rig.store_in_all_tiers(keys(0))
-        assert rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease.sources == b"\0"  # type: ignore[union-attr]
+        assert (
+            run_to_end(
+                rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", now=0, lease_seconds=60)
+            ).lease.sources
+            == b"\0"
+        )  # type: ignore[union-attr]
         rig.core.close_session(rig.session.id)
         rig.session = rig.open("again")
         rig.core.reset(rig.session)
-        lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
+        lease = run_to_end(
+            rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", now=0, lease_seconds=60)
+        ).lease
         assert lease.sources[0] == 1, "both have it: the first one is asked"
         assert rig.core.stats().tiers[source].name == "near"
 
@@ -129,7 +137,9 @@ def test_the_prefix_scan_continues_past_open_queries() -> None:
     rig = Rig(near, Shared("far", 1 << 20))
     rig.store_in_all_tiers(keys(0, 2))
     rig.core.reset(rig.session)
-    found = rig.core.lookup(rig.session, keys(0, 1, 2, 3), prefix=True, request_id="", expires_at=60)
+    found = run_to_end(
+        rig.core.lookup(rig.session, keys(0, 1, 2, 3), prefix=True, request_id="", now=0, lease_seconds=60)
+    )
     assert found.statuses() == PENDING + RETRY * 3
     commands = rig.core.take_commands()
     [question] = [command for command in commands if isinstance(command, LookupInTier)]
@@ -189,7 +199,9 @@ def test_tiers_can_be_left_out(without: TierFilter, expected: bytes) -> None:
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store_in_all_tiers(keys(0))
     rig.core.reset(rig.session)
-    found = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60, tiers=without)
+    found = run_to_end(
+        rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", now=0, lease_seconds=60, tiers=without)
+    )
     assert found.statuses() == expected
 
 
@@ -197,7 +209,9 @@ def test_a_remote_tier_can_be_left_out() -> None:
     """B3.15: by locality or medium; other keys are misses at once, and no query is sent."""
     rig = Rig(Shared("far", 1 << 20))
     for without in (TierFilter(remote=True), TierFilter(media=frozenset({Medium.NETWORK}))):
-        found = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60, tiers=without)
+        found = run_to_end(
+            rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", now=0, lease_seconds=60, tiers=without)
+        )
         assert found.statuses() == MISS
         assert questions(rig) == []
     assert statuses(rig, keys(0)) == RETRY
@@ -208,13 +222,16 @@ def test_an_unknown_tier_cannot_be_left_out() -> None:
     rig = Rig(ModelTier("near", 1 << 20))
     for name in ("neer", "cpu"):
         with pytest.raises(InvalidItem, match=name):
-            rig.core.lookup(
-                rig.session,
-                keys(0),
-                prefix=True,
-                request_id="",
-                expires_at=60,
-                tiers=TierFilter(names=frozenset({name})),
+            run_to_end(
+                rig.core.lookup(
+                    rig.session,
+                    keys(0),
+                    prefix=True,
+                    request_id="",
+                    now=0,
+                    lease_seconds=60,
+                    tiers=TierFilter(names=frozenset({name})),
+                )
             )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from core_rig import Rig, keys
+from harness.operations import run_to_end
 
 from kvtier.tiers.base import NamespaceId, RequestInfo
 from kvtier.tiers.core.leases import LEASE_COST, PENDING_COST
@@ -41,9 +42,9 @@ def use_sizes(rig: Rig, number: int) -> None:
     namespace = spec(number, *(PAGE * (1 + number * SIZES + size) for size in range(SIZES)))
     session = rig.core.open_session(b"%d" % number, f"engine {number}", None, namespace)
     wanted = [key_of(group) for group in range(SIZES)]
-    answer = rig.core.prepare_store(session, wanted, request_id="", expires_at=60)
+    answer = run_to_end(rig.core.prepare_store(session, wanted, now=0, lease_seconds=60))
     assert answer.store_id is not None
-    rig.core.complete_store(session, answer.store_id)
+    run_to_end(rig.core.complete_store(session, answer.store_id))
     rig.core.reset(session)
     rig.core.close_session(session.id)
 
@@ -88,11 +89,15 @@ def test_the_end_of_a_request_costs_what_it_has_used(monkeypatch: pytest.MonkeyP
     """Blocks of many sizes are in the tier, but the request has used none of them."""
     rig = large_rig()
     session = rig.open("many sizes", spec(1, *(PAGE * size for size in range(1, SIZES + 1))))
-    answer = rig.core.prepare_store(session, [key_of(group) for group in range(SIZES)], request_id="", expires_at=60)
+    answer = run_to_end(
+        rig.core.prepare_store(
+            session, [key_of(group) for group in range(SIZES)], request_id="", now=0, lease_seconds=60
+        )
+    )
     assert answer.store_id is not None
-    rig.core.complete_store(session, answer.store_id)
+    run_to_end(rig.core.complete_store(session, answer.store_id))
     rig.store(keys(1))
-    rig.core.lookup(rig.session, keys(1), prefix=True, request_id="request", expires_at=60)
+    run_to_end(rig.core.lookup(rig.session, keys(1), request_id="request", now=0, lease_seconds=60))
     finishes = count_finishes(rig, monkeypatch)
     rig.core.finish_request(rig.session, "request")
     assert finishes["finish"] == 1
@@ -102,9 +107,11 @@ def test_a_block_returns_to_the_order_when_its_queue_was_dropped() -> None:
     """While a block is retained it is in no queue, so that its queue may be dropped."""
     rig = Rig(extents=4)
     queues = rig.core._cpu_tier.queues
-    answer = rig.core.prepare_store(rig.session, keys(1), request_id="", expires_at=60, retain_until=5)
+    answer = run_to_end(
+        rig.core.prepare_store(rig.session, keys(1), request_id="", now=0, lease_seconds=60, retain_until=5)
+    )
     assert answer.store_id is not None
-    rig.core.complete_store(rig.session, answer.store_id)
+    run_to_end(rig.core.complete_store(rig.session, answer.store_id))
     queues._drop_empty()
     rig.core._cpu_tier._queue_of.clear()
     assert not queues.all()
@@ -120,7 +127,7 @@ def test_requests_whose_queues_are_known_have_a_limit(monkeypatch: pytest.Monkey
     rig = Rig()
     rig.store(keys(1))
     for number in range(16):
-        rig.core.lookup(rig.session, keys(1), prefix=True, request_id=f"{number}", expires_at=60)
+        run_to_end(rig.core.lookup(rig.session, keys(1), request_id=f"{number}", now=0, lease_seconds=60))
     assert len(rig.core._cpu_tier.queues._used_by) == 4
 
 
@@ -149,7 +156,7 @@ def test_the_offsets_of_a_block_are_small_beside_its_slots(world_size: int) -> N
     """One rank of many stores one byte: the list of offsets takes at most an eighth of its slot."""
     rig = Rig(extents=4)
     session = rig.core.open_session(b"wide", "wide", 0, spec(1, 1, world_size=world_size))
-    answer = rig.core.prepare_store(session, [key_of(0)], request_id="", expires_at=60)
+    answer = run_to_end(rig.core.prepare_store(session, [key_of(0)], now=0, lease_seconds=60))
     assert answer.store_id is not None
     (block,) = rig.core.store(session, answer.store_id).blocks
     assert sys.getsizeof(block.slots) - sys.getsizeof(()) <= block.queue.share.used / 8
@@ -185,9 +192,9 @@ def test_leases_of_a_tenant_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
     namespace = NamespaceSpec(NamespaceId(b"another tenant".ljust(24)), 1, (PAGE,))
     other = rig.core.open_session(b"other", "other", None, namespace)
     for session in (mine[0], other):
-        answer = rig.core.prepare_store(session, [key_of(0)], request_id="", expires_at=60)
+        answer = run_to_end(rig.core.prepare_store(session, [key_of(0)], now=0, lease_seconds=60))
         assert answer.store_id is not None
-        rig.core.complete_store(session, answer.store_id)
+        run_to_end(rig.core.complete_store(session, answer.store_id))
     leases = [look_up(rig, session).lease for session in mine[:2]]
     with pytest.raises(LimitExceeded, match="tenant"):
         look_up(rig, mine[2])
@@ -203,12 +210,12 @@ def test_leases_of_a_tenant_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_pending_items_of_a_tenant_cost_more() -> None:
     rig = Rig()
     writer = rig.open("writer")
-    answer = rig.core.prepare_store(writer, keys(1, 2), request_id="", expires_at=60)
-    look = rig.core.lookup(rig.session, keys(1, 2), prefix=True, request_id="", expires_at=60)
+    answer = run_to_end(rig.core.prepare_store(writer, keys(1, 2), now=0, lease_seconds=60))
+    look = run_to_end(rig.core.lookup(rig.session, keys(1, 2), now=0, lease_seconds=60))
     leases = rig.core._lookups.leases
     assert leases.items_of_tenant(rig.session.namespace.id) == LEASE_COST + 2 * (1 + PENDING_COST)
     assert answer.store_id is not None
-    rig.core.complete_store(writer, answer.store_id, failed=[1])
+    run_to_end(rig.core.complete_store(writer, answer.store_id, failed=[1]))
     assert leases.items_of_tenant(rig.session.namespace.id) == LEASE_COST + 2
     assert look.lease is not None
     rig.core.release(rig.session, look.lease.id)
@@ -216,14 +223,14 @@ def test_pending_items_of_a_tenant_cost_more() -> None:
 
 
 def look_up(rig: Rig, session: Any) -> Any:
-    return rig.core.lookup(session, [key_of(0)], prefix=True, request_id="", expires_at=60)
+    return run_to_end(rig.core.lookup(session, [key_of(0)], now=0, lease_seconds=60))
 
 
 def waiting_requests(rig: Rig, wanted: Sequence[bytes], count: int) -> list[Any]:
     """Begins requests that wait for blocks which another engine writes, and finishes them."""
     table, requests = rig.core._requests, []
     writer = rig.open("writer")
-    assert rig.core.prepare_store(writer, wanted, request_id="", expires_at=60).store_id is not None
+    assert run_to_end(rig.core.prepare_store(writer, wanted, now=0, lease_seconds=60)).store_id is not None
     blocks = rig.core._cpu_tier.find_or_add(writer.namespace, wanted)
     for number in range(count):
         request = table.negotiate(rig.session, RequestInfo(f"{number}", rig.session.namespace.id))
@@ -262,14 +269,19 @@ def test_stores_of_a_tenant_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("kvtier.tiers.core.in_flight_stores.MAX_STORES", 2)
     rig = Rig()
     for number in range(2):
-        assert rig.core.prepare_store(rig.session, keys(number), request_id="", expires_at=5).store_id is not None
+        assert (
+            run_to_end(
+                rig.core.prepare_store(rig.session, keys(number), request_id="", now=0, lease_seconds=5)
+            ).store_id
+            is not None
+        )
     with pytest.raises(LimitExceeded):
-        rig.core.prepare_store(rig.session, keys(3), request_id="", expires_at=5)
+        run_to_end(rig.core.prepare_store(rig.session, keys(3), now=0, lease_seconds=5))
     rig.core.tick(6)
     while rig.core._stores._abandoned:
         rig.core.work()
     with pytest.raises(LimitExceeded):
-        rig.core.prepare_store(rig.session, keys(3), request_id="", expires_at=5)
+        run_to_end(rig.core.prepare_store(rig.session, keys(3), now=0, lease_seconds=5))
     for writer in list(rig.session.writers):
         rig.core.writer_gone(rig.session.id, writer)
     assert rig.store(keys(3))
@@ -281,14 +293,14 @@ def test_pending_items_of_holds_cost_more() -> None:
     rig = Rig()
     table = rig.core.handoffs._table
     writer = rig.open("writer")
-    answer = rig.core.prepare_store(writer, keys(1, 2), request_id="", expires_at=60)
+    answer = run_to_end(rig.core.prepare_store(writer, keys(1, 2), now=0, lease_seconds=60))
     for name, wanted in {"pending": keys(1, 2), "removed": keys(2)}.items():
         sizes = {"num_tokens": 16, "duration": 60.0, "now": 0.0}
         direction = HandoffDirection.PREFILL_TO_DECODE
         rig.core.handoffs.publish(rig.session, name, wanted, range(len(wanted)), direction=direction, **sizes)
     assert table.items_of("") == 3 * (1 + PENDING_COST)
     assert answer.store_id is not None
-    rig.core.complete_store(writer, answer.store_id, failed=[1])
+    run_to_end(rig.core.complete_store(writer, answer.store_id, failed=[1]))
     assert table.items_of("") == 3 + 2 * PENDING_COST
     first, second = table
     table.remove(first)

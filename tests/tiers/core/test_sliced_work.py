@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from harness.operations import run_to_end
 from simulation import EXTENT
 
 from kvtier.tiers.base import NamespaceId
@@ -29,14 +30,16 @@ class Rig:
         self.session = self.core.open_session(b"s", "engine", 0, spec)
 
     def store(self, keys: list[bytes]) -> bytes:
-        answer = self.core.prepare_store(self.session, keys, request_id="", expires_at=60)
+        answer = run_to_end(self.core.prepare_store(self.session, keys, now=0, lease_seconds=60, slice_keys=len(keys)))
         if answer.store_id is not None:
-            self.core.complete_store(self.session, answer.store_id)
+            run_to_end(self.core.complete_store(self.session, answer.store_id, slice_blocks=len(keys)))
         return answer.statuses
 
     def hits(self, keys: list[bytes]) -> int:
         """Returns the number of hits; the lease is released at once."""
-        lease = self.core.lookup(self.session, keys, prefix=False, request_id="", expires_at=60).lease
+        lease = run_to_end(
+            self.core.lookup(self.session, keys, prefix=False, request_id="", now=0, lease_seconds=60)
+        ).lease
         if lease is None:
             return 0
         self.core.release(self.session, lease.id)
@@ -62,7 +65,9 @@ def test_a_large_reset_runs_in_slices() -> None:
     rig = Rig(MANY + 1000)
     for first in range(0, MANY, 8192):
         rig.store(names(first, min(8192, MANY - first)))
-    being_written = rig.core.prepare_store(rig.session, names(MANY, 10), request_id="", expires_at=60)
+    being_written = run_to_end(
+        rig.core.prepare_store(rig.session, names(MANY, 10), request_id="", now=0, lease_seconds=60)
+    )
     before = rig.used
     waited_for = rig.core.reset(rig.session)
     assert rig.used == before - cpu_tier.SLICE + 10, "a slice at once, except blocks that are being written"
@@ -78,7 +83,7 @@ def test_a_large_reset_runs_in_slices() -> None:
         assert 0 <= used - rig.used <= cpu_tier.SLICE, "at most a slice at a time"
     assert slices == pytest.approx(MANY / cpu_tier.SLICE, rel=0.05)
     assert rig.core.resetting(rig.session) == 10, "the blocks that are being written"
-    rig.core.complete_store(rig.session, being_written.store_id)
+    run_to_end(rig.core.complete_store(rig.session, being_written.store_id))
     assert rig.core.resetting(rig.session) == 0
     assert rig.hits(names(MANY, 10)) == 0, "never published"
     assert rig.hits(names(0, 64)) == 64
@@ -90,7 +95,9 @@ def test_between_slices_a_block_is_freed_with_its_last_pin() -> None:
     """B4.13: a block that the reset has not reached is freed once, when its reader is done."""
     rig = Rig(2 * cpu_tier.SLICE)
     rig.store(names(0, 2 * cpu_tier.SLICE))
-    lease = rig.core.lookup(rig.session, names(0, 8), prefix=True, request_id="", expires_at=60).lease
+    lease = run_to_end(
+        rig.core.lookup(rig.session, names(0, 8), prefix=True, request_id="", now=0, lease_seconds=60)
+    ).lease
     left = rig.core.reset(rig.session)
     assert left == cpu_tier.SLICE
     rig.core.release(rig.session, lease.id)
@@ -119,7 +126,7 @@ def test_pins_of_an_ended_session_are_dropped_in_slices(monkeypatch: pytest.Monk
     rig = Rig(1000)
     rig.store(names(0, 1000))
     for first in range(0, 1000, 50):
-        rig.core.lookup(rig.session, names(first, 50), prefix=True, request_id="", expires_at=60)
+        run_to_end(rig.core.lookup(rig.session, names(first, 50), now=0, lease_seconds=60))
     other = rig.core.open_session(b"t", "other", 0, rig.session.namespace)
     rig.core.close_session(rig.session.id)
     rig.session = other
@@ -151,7 +158,7 @@ def test_a_failed_slice_does_not_stop_others(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(leases, "SLICE", 100)
     rig = Rig(2000)
     rig.store(names(0, 2000))
-    rig.core.lookup(rig.session, names(0, 1000), prefix=True, request_id="", expires_at=60)
+    run_to_end(rig.core.lookup(rig.session, names(0, 1000), now=0, lease_seconds=60))
     other = rig.core.open_session(b"t", "other", 0, rig.session.namespace)
     rig.core.close_session(rig.session.id)
     rig.session = other

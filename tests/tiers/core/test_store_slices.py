@@ -2,35 +2,27 @@
 
 import pytest
 from core_rig import HIT, MISS, Rig, keys
+from harness.operations import Steps, run_to_end
 from simulation import ModelTier
 
 from kvtier.tiers.base import RequestInfo
 from kvtier.tiers.core.in_flight_stores import Store
-from kvtier.tiers.types import StoreId
+from kvtier.tiers.types import StoreAnswer, StoreId
 
 FAR = 1e9
 
 
+def begin(rig: Rig, names: list[bytes], most: int, *, request_id: str = "") -> Steps[StoreAnswer]:
+    options = {"request_id": request_id, "slice_keys": most}
+    return Steps(rig.core.prepare_store(rig.session, names, now=0, lease_seconds=FAR, **options))
+
+
 def prepare(rig: Rig, names: list[bytes], most: int, *, request_id: str = "") -> StoreId | None:
-    store_id = None
-    for start in range(0, len(names), most):
-        more = start + most < len(names)
-        answer = rig.core.prepare_store(
-            rig.session,
-            names[start : start + most],
-            request_id=request_id,
-            expires_at=FAR,
-            extends=store_id,
-            more=more,
-        )
-        store_id = answer.store_id
-    return store_id
+    return begin(rig, names, most, request_id=request_id).finish().store_id
 
 
 def complete(rig: Rig, store_id: StoreId, most: int) -> None:
-    store = rig.core.store_handler.begin_completion(rig.session, store_id)
-    while rig.core.store_handler.complete_slice(store, most):
-        pass
+    run_to_end(rig.core.complete_store(rig.session, store_id, slice_blocks=most))
 
 
 @pytest.mark.parametrize("request_id", ["", "mine"])
@@ -73,12 +65,14 @@ def test_a_sliced_store_is_forgotten_at_its_end(end: str) -> None:
     if end == "present":
         rig.store(names)
     if end == "close early":
-        rig.core.prepare_store(rig.session, names[:4], request_id="", expires_at=60, more=True)
+        steps = begin(rig, names, 4)
+        assert steps.step()
+        assert steps.step()
         assert [type(each) for each in requests_known(rig)] == [Store]
     elif (store_id := prepare(rig, names, 3)) is not None:
         assert [type(each) for each in requests_known(rig)] == [Store]
         if end in ("complete", "fail"):
-            rig.core.complete_store(rig.session, store_id, range(8) if end == "fail" else ())
+            run_to_end(rig.core.complete_store(rig.session, store_id, range(8) if end == "fail" else ()))
     if end == "expire":
         rig.core.tick(2 * FAR)
     elif end.startswith("close"):
@@ -119,7 +113,9 @@ def test_a_long_store_of_a_lost_client_ends_in_slices(
     store_id = prepare(rig, keys(*range(10)), 10)
     assert store_id is not None
     reader = rig.open("reader")
-    lease = core.lookup(reader, keys(*range(10)), prefix=False, request_id="", expires_at=4 * FAR).lease
+    lease = run_to_end(
+        core.lookup(reader, keys(*range(10)), prefix=False, request_id="", now=0, lease_seconds=4 * FAR)
+    ).lease
     assert lease is not None
     assert lease.pending == 10
     if end == "close":

@@ -1,6 +1,7 @@
 """`ttl`: unused blocks expire from their tier."""
 
 import pytest
+from harness.operations import run_to_end
 from simulation import ModelTier
 from tenants import PAGE, ROOMY, Rig, keys, spec
 
@@ -72,7 +73,9 @@ def test_leased_and_retained_blocks_do_not_expire() -> None:
     rig = Rig(ttl={CPU_TIER: 60})
     rig.store("alice", range(4))
     rig.look_up("alice", [3], retain_until=100)
-    held = rig.core.lookup(rig.session(spec("alice")), keys([0]), prefix=True, request_id="", expires_at=1e9)
+    held = run_to_end(
+        rig.core.lookup(rig.session(spec("alice")), keys([0]), prefix=True, request_id="", now=0, lease_seconds=1e9)
+    )
     rig.tick(70)
     assert rig.visible("alice") == set(keys([0, 3]))
     rig.core.release(rig.session(spec("alice")), held.lease.id)
@@ -85,14 +88,14 @@ def test_blocks_of_running_jobs_do_not_expire() -> None:
     near = ModelTier("near", ROOMY)
     rig = Rig(tiers=[near], ttl={CPU_TIER: 60, "near": 60})
     session = rig.session(spec("alice"))
-    answer = rig.core.prepare_store(session, keys([0]), request_id="", expires_at=1e9)
-    rig.core.complete_store(session, answer.store_id)
+    answer = run_to_end(rig.core.prepare_store(session, keys([0]), now=0, lease_seconds=1e9))
+    run_to_end(rig.core.complete_store(session, answer.store_id))
     rig.core.tick(61)
     rig.core.tick(122)
     rig.work()
     assert (len(near.blocks), rig.visible("alice")) == (1, set(keys([0])))
     rig.core.reset(session)
-    found = rig.core.lookup(session, keys([0]), prefix=True, request_id="", expires_at=1e9)
+    found = run_to_end(rig.core.lookup(session, keys([0]), now=0, lease_seconds=1e9))
     assert found.lease is not None
     rig.core.tick(190)
     rig.core.tick(260)

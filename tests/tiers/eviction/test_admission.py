@@ -2,6 +2,7 @@
 
 import pytest
 from core_rig import GRANTED, Rig, keys
+from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import OffloadPolicy, RequestInfo, Vote
@@ -28,12 +29,16 @@ class FilteringRig(Rig):
         self.session = self.open("engine")
 
     def store_for(self, request_id: str, names: list[bytes]) -> None:
-        answer = self.core.prepare_store(self.session, names, request_id=request_id, expires_at=60)
+        answer = run_to_end(
+            self.core.prepare_store(self.session, names, request_id=request_id, now=0, lease_seconds=60)
+        )
         assert answer.statuses == GRANTED * len(names)
-        self.core.complete_store(self.session, answer.store_id)
+        run_to_end(self.core.complete_store(self.session, answer.store_id))
 
     def look_up_for(self, request_id: str, names: list[bytes]) -> None:
-        lease = self.core.lookup(self.session, names, prefix=True, request_id=request_id, expires_at=60).lease
+        lease = run_to_end(
+            self.core.lookup(self.session, names, prefix=True, request_id=request_id, now=0, lease_seconds=60)
+        ).lease
         if lease is not None:
             self.core.release(self.session, lease.id)
 
@@ -104,7 +109,7 @@ def test_a_miss_of_a_filtered_block_is_a_policy_miss() -> None:
     rig.store_for("r1", keys(0))
     for start in (100, 200):
         rig.store_for(f"s{start}", keys(*range(start, start + 16)))
-    rig.core.lookup(rig.session, keys(0), prefix=True, request_id="late", expires_at=60)
+    run_to_end(rig.core.lookup(rig.session, keys(0), request_id="late", now=0, lease_seconds=60))
     [record] = rig.core.explain("late")
     assert [span.outcome for span in record.lookups[-1].outcomes()] == [MissReason.POLICY]
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import pytest
+from harness.operations import run_to_end
 from hypothesis import given
 from hypothesis import strategies as st
 from simulation import EXTENT, ModelTier
@@ -91,8 +92,12 @@ def test_a_tenant_without_evictable_blocks_is_searched_once(monkeypatch: pytest.
     alice = spec("alice")
     session, tier = rig.session(alice), rig.core._cpu_tier
     rig.store("alice", range(8), retain_until=5.0 if unpinned == "retention" else 0.0)
-    lease = rig.core.lookup(session, keys(range(8)), prefix=True, request_id="", expires_at=1e9).lease
-    pending = rig.core.prepare_store(session, keys(range(8, 16)), request_id="", expires_at=1e9).store_id
+    lease = run_to_end(
+        rig.core.lookup(session, keys(range(8)), prefix=True, request_id="", now=0, lease_seconds=1e9)
+    ).lease
+    pending = run_to_end(
+        rig.core.prepare_store(session, keys(range(8, 16)), request_id="", now=0, lease_seconds=1e9)
+    ).store_id
     assert lease is not None
     assert pending is not None
     if unpinned == "retention":
@@ -106,15 +111,20 @@ def test_a_tenant_without_evictable_blocks_is_searched_once(monkeypatch: pytest.
     monkeypatch.setattr(tier._reclaimer, "own_victims", own_victims)
     no_room = bytes([StoreStatus.NO_ROOM])
     for number in range(100, 120):
-        assert rig.core.prepare_store(session, keys([number]), request_id="", expires_at=1e9).statuses == no_room
+        assert (
+            run_to_end(
+                rig.core.prepare_store(session, keys([number]), request_id="", now=0, lease_seconds=1e9)
+            ).statuses
+            == no_room
+        )
     assert len(searches) == 1
     if unpinned == "release":
         rig.core.release(session, lease.id)
     elif unpinned == "retention":
         rig.core.tick(6.0)
     else:
-        rig.core.complete_store(session, pending, range(8) if unpinned == "failed store" else ())
-    answer = rig.core.prepare_store(session, keys(range(200, 204)), request_id="", expires_at=1e9)
+        run_to_end(rig.core.complete_store(session, pending, range(8) if unpinned == "failed store" else ()))
+    answer = run_to_end(rig.core.prepare_store(session, keys(range(200, 204)), now=0, lease_seconds=1e9))
     assert answer.statuses == bytes([StoreStatus.GRANTED]) * 4
 
 
@@ -137,7 +147,11 @@ def test_a_promotion_uses_the_readers_quota() -> None:
     rig = Rig(tenant("alice", quota=2 * EXTENT), tiers=[ModelTier("disk", ROOMY)])
     rig.store("bob", range(64))
     rig.store("alice", range(32))
-    lease = rig.core.lookup(rig.session(spec("bob")), keys(range(64)), prefix=False, request_id="", expires_at=1e9)
+    lease = run_to_end(
+        rig.core.lookup(
+            rig.session(spec("bob")), keys(range(64)), prefix=False, request_id="", now=0, lease_seconds=1e9
+        )
+    )
     rig.work()
     assert lease is not None
     assert len(rig.visible("alice")) == 32
@@ -196,9 +210,9 @@ def test_each_rank_counts_a_slot() -> None:
     rig = Rig(tenant("alice", quota=2 * EXTENT))
     wide = spec("alice", world_size=2)
     session = rig.session(wide)
-    answer = rig.core.prepare_store(session, keys(range(4)), request_id="", expires_at=1e9)
+    answer = run_to_end(rig.core.prepare_store(session, keys(range(4)), now=0, lease_seconds=1e9))
     assert rig.share("alice").used == 4 * PAGE
-    rig.core.complete_store(session, answer.store_id, failed=[0])
+    run_to_end(rig.core.complete_store(session, answer.store_id, failed=[0]))
     assert rig.share("alice").used == 3 * PAGE
 
 
@@ -207,11 +221,11 @@ def test_slots_in_quarantine_count_for_their_tenant() -> None:
     rig = Rig(tenant("alice", limit=EXTENT))
     session = rig.session(spec("alice"))
     rig.core.writer_attached(session.id, 7)
-    rig.core.prepare_store(session, keys(range(16)), request_id="", expires_at=1e9)
+    run_to_end(rig.core.prepare_store(session, keys(range(16)), now=0, lease_seconds=1e9))
     rig.core.close_session(session.id)
     rig.sessions.clear()
-    assert rig.core.prepare_store(
-        rig.session(spec("alice")), keys(range(16, 20)), request_id="", expires_at=1e9
+    assert run_to_end(
+        rig.core.prepare_store(rig.session(spec("alice")), keys(range(16, 20)), request_id="", now=0, lease_seconds=1e9)
     ).statuses == bytes([StoreStatus.NO_ROOM] * 4)
     rig.core.writer_gone(session.id, 7)
     assert rig.share("alice").used == 0
@@ -277,15 +291,15 @@ def test_random_floods_never_break_a_quota(
 def _act(rig: Rig, held: list[tuple[EngineSession, int]], who: str, what: str, names: list[bytes]) -> None:
     session = rig.session(spec(who))
     if what == "store":
-        answer = rig.core.prepare_store(session, names, request_id="", expires_at=1e9)
+        answer = run_to_end(rig.core.prepare_store(session, names, now=0, lease_seconds=1e9))
         if answer.store_id is not None:
-            rig.core.complete_store(session, answer.store_id)
+            run_to_end(rig.core.complete_store(session, answer.store_id))
     elif what == "release":
         while held:
             owner, lease_id = held.pop()
             rig.core.release(owner, lease_id)
     else:
-        lease = rig.core.lookup(session, names, prefix=False, request_id="", expires_at=1e9).lease
+        lease = run_to_end(rig.core.lookup(session, names, prefix=False, now=0, lease_seconds=1e9)).lease
         if lease is not None:
             held.append((session, lease.id))
             if what == "look":

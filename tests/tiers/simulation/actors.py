@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtier.tiers.core.block import Block
+from kvtier.tiers.core.conversations import Conversation
 from kvtier.tiers.types import EngineSession
 
 from . import inspect as inside
@@ -37,7 +38,10 @@ class Actors:
         self, session: EngineSession, request_id: str, keys: list[bytes], retain_until: float
     ) -> float:
         """Records the keys of a request for its conversation; returns the end of retention."""
-        conversation = inside.conversation_of(self.world.core, session, request_id)
+        return self.used_by(inside.conversation_of(self.world.core, session, request_id), keys, retain_until)
+
+    def used_by(self, conversation: Conversation | None, keys: list[bytes], retain_until: float) -> float:
+        """Does the same for a known conversation."""
         if conversation is None:
             return retain_until
         self.world.ledger.conversations[conversation.name].update(keys)

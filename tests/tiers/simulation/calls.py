@@ -1,9 +1,15 @@
-"""Calls that run in slices, as the server runs them: later events continue or abandon them."""
+"""Calls that step operations of the core, as the server does.
+
+Later events continue or close the operations.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvtier.tiers.core.commands import Waiter
+from kvtier.tiers.core.operations import Operation
 
 from .actors import Actors
 from .ledger import Client
@@ -13,12 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "Calls"]
 
-SLICES = (1, 2, 3, None)
-"""Keys per slice; None for all. Constant within a call, except while it waits for room."""
+SLICES = (1, 2, 3, 1000)
+"""Keys per slice; 1000 for all. Constant within a call."""
 
 
 class Call:
-    """A call of a client. Each slice is an event of its own."""
+    """A call of a client, whose operation begins with the first step. Each step is an event."""
 
     kind: ClassVar[str]
     """What the runner calls such calls."""
@@ -28,25 +34,51 @@ class Call:
     is_cancellable: ClassVar[bool] = True
     """Whether the client can cancel it. Otherwise the server continues it without the client."""
 
+    begins_at_once: ClassVar[bool] = False
+    """Whether the first step is part of the event that begins the call."""
+
     def __init__(self, actors: Actors, client: Client) -> None:
         self.actors, self.world, self.client = actors, actors.world, client
         self.session = client.session
-        self.size: int | None = actors.rng.choice(SLICES)
+        self.size: int = actors.rng.choice(SLICES)
         self.slices = 0
         self.last_step = 0
+        self.operation: Operation[Any] | None = None
+        self.has_begun = False
+        self.waiter: Waiter | None = None
+        """What the operation waits for."""
+        self.answer: Any = None
 
     @property
     def is_ready(self) -> bool:
         """Whether the call need not wait."""
-        return True
+        waiter = self.waiter
+        return waiter is None or waiter.is_offered or waiter.until <= self.world.now
+
+    def begin(self) -> Operation[Any]:
+        """Returns the operation."""
+        raise NotImplementedError
 
     def step(self) -> bool:
-        """Runs a slice; returns whether slices are left."""
+        """Steps the operation, and checks the result; returns whether it continues."""
         raise NotImplementedError
+
+    def next_step(self, now: float) -> bool:
+        """Steps the operation; returns whether it continues."""
+        try:
+            operation = self.operation = self.operation or self.begin()
+            self.waiter = operation.send(now) if self.has_begun else next(operation)
+        except StopIteration as end:
+            self.answer, self.waiter = end.value, None
+            return False
+        finally:
+            self.has_begun = True
+        return True
 
     def abandon(self) -> None:
         """The call is cancelled, or its session has ended."""
-        raise NotImplementedError
+        if self.operation is not None:
+            self.operation.close()
 
 
 class Calls(Actors):
@@ -60,9 +92,9 @@ class Calls(Actors):
         return {self.abandon_call: 2}
 
     def begin(self, call: Call) -> None:
-        """Adds a call. Its first slice runs at once, or after other events."""
+        """Adds a call. Its first step comes at once, or after other events."""
         self.open.append(call)
-        if call.is_ready and self.rng.random() < 0.8:
+        if call.begins_at_once or self.rng.random() < 0.8:
             self._step(call)
 
     @property
@@ -70,7 +102,7 @@ class Calls(Actors):
         return [call for call in self.open if call.is_ready or not self._is_connected(call)]
 
     def continue_call(self) -> None:
-        """The next slice of a call runs. If the session of the call has ended, the call fails."""
+        """The next step of a call. If the session of the call has ended, the call fails."""
         call = self.rng.choice(self.ready)
         if self._is_connected(call) or (not call.is_cancellable and self.rng.random() < 0.5):
             self._step(call)

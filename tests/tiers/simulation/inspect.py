@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from inspect import getgeneratorlocals
 from itertools import chain
+from typing import Any
 from unittest import mock
 
 from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.core import room_queue
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.catalog import CatalogEntry, EntryState
 from kvtier.tiers.core.commands import Waiter
@@ -16,6 +19,7 @@ from kvtier.tiers.core.conversations import Conversation, ConversationTable
 from kvtier.tiers.core.in_flight_stores import Store
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.operations import Operation
 from kvtier.tiers.core.prefetches import PrefetchBudget
 from kvtier.tiers.core.requests import Request
 from kvtier.tiers.core.room_queue import _Line
@@ -174,6 +178,22 @@ def line_of(core: TierManager, namespace: NamespaceId) -> _Line | None:
 def queued(line: _Line) -> list[Waiter]:
     """Returns the lookups of a line."""
     return [waiter for sessions in line.tenants.values() for waiters in sessions.values() for waiter in waiters]
+
+
+def head_of(core: TierManager, namespace: NamespaceId) -> Waiter | None:
+    """Returns the lookup whose turn it is to take room; None if none waits."""
+    line = line_of(core, namespace)
+    return line.head if line is not None else None
+
+
+def is_full_of_waiters(core: TierManager, namespace: NamespaceId) -> bool:
+    """Returns whether the tenant of a namespace has as many waiting lookups as it may."""
+    return core._lookups.room._per_tenant[tenant_of(namespace)] >= room_queue.MAX_WAITERS
+
+
+def state_of(operation: Operation[Any], name: str) -> Any:
+    """Returns a variable of an operation that has not ended."""
+    return getgeneratorlocals(operation)[name]
 
 
 def slots_in_use(core: TierManager) -> set[int]:

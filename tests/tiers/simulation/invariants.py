@@ -61,7 +61,7 @@ def _pins(world: World) -> None:
 
 
 def _leased(world: World) -> None:
-    """The bytes that leases, holds and stores pin are those of their blocks and slots, by tenant."""
+    """Leases, holds and stores of a tenant pin the bytes of their blocks and slots."""
     leased, only_held = Counter[bytes](), Counter[bytes]()
     for block in world.core_view.blocks:
         if not 0 <= block.leases <= block.pins:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvtier.tiers.core.block import Block
-from kvtier.tiers.core.leases import BlockLease, SlicedLookup
-from kvtier.tiers.core.lookups import LookupHandler
+from kvtier.tiers.core.commands import Waiter
+from kvtier.tiers.core.leases import BlockLease
+from kvtier.tiers.core.leases import RunningLookup as State
+from kvtier.tiers.core.operations import Operation
 from kvtier.tiers.negotiation import TierFilter
 from kvtier.tiers.types import KeyStatus, MissReason, tenant_of
 
@@ -34,65 +36,54 @@ class Lookup(Call):
         super().__init__(actors, client)
         self.keys, self.tiers = actors.some_keys(self.session), tiers
         self.request_id, self.seconds = actors.rng.choice(REQUESTS), actors.rng.choice(HOLD_SECONDS)
-        self.waiting_size = actors.rng.choice((1, 2, 3))
         self.record: LeaseRecord | None = None
         """The lease in the ledger; None without a hit."""
         self.found = 0
-        self.has_missed = self.is_waiting = False
-        self.deadline = 0.0
+        self.has_missed = False
         self.ticket = 0
         """The order in which lookups began to wait."""
-        self.lookup = self._begin()
-        if self.lookup.may_wait and self._handler.must_queue(self.lookup):
-            self._wait()
+        self.lookup: State | None = None
+        """The state of the lookup; None before the first step."""
 
-    def _begin(self) -> SlicedLookup:
+    def begin(self) -> Operation[Any]:
         core, rng = self.world.core, self.actors.rng
         prefix, retain_until = rng.random() < 0.5, self.actors.retain_until()
         self._query(prefix=prefix)
-        self.deadline = self.world.environment.latest + rng.choice(WAITS)
-        lookup = self._handler.begin(
+        operation = core.lookup(
             self.session,
             self.keys,
-            prefix=prefix,
+            now=self.world.now,
             request_id=self.request_id,
+            prefix=prefix,
+            lease_seconds=self.seconds,
             tiers=self.tiers,
             min_hits=rng.choice((0, 0, 0, 3, 5)),
             retain_until=retain_until,
-            conversation=core.requests.conversation_of(self.session, self.request_id),
-            may_wait=self.deadline > self.world.environment.latest,
+            deadline=self.world.now + rng.choice(WAITS),
+            slice_keys=self.size,
         )
         self.actors.conversation_used(self.session, self.request_id, self.keys, retain_until)
-        return lookup
+        return operation
 
     def _query(self, *, prefix: bool) -> None:
         if self.actors.rng.random() < 0.5:
             self.world.core.shared_tiers.query(self.session, self.keys, self.tiers, prefix=prefix)
 
-    @property
-    def _handler(self) -> LookupHandler:
-        return self.world.core.lookup_handler
-
-    @property
-    def is_ready(self) -> bool:
-        waiter = self.lookup.waiter
-        is_over = self.deadline <= self.world.environment.latest
-        return not self.is_waiting or waiter is None or waiter.is_offered or is_over
-
     def step(self) -> bool:
-        lookup, must = self.lookup, self.world.must
-        if self.is_waiting:
-            self._wake()
+        if self.operation is None:
+            self.operation = self.begin()
+            self.lookup = inside.state_of(self.operation, "lookup")
+        lookup, must = self._state, self.world.must
         if self.record is not None and not self._is_leased(self.record):
             more = self._look_up()
             must(Invariant.OWNERS, not more and lookup.answer().lease is None, "a lookup continues without its lease")
             self.world.saw("lookups lost their lease")
-            self._leave()
             return False
         start, is_broken, lease = lookup.position, lookup.rest is not None, lookup.lease
         promoting, leased = inside.promoting(self.world.core), self._leased_bytes()
         resetting, clock = self.world.core.resetting(self.session), inside.clock(self.world.core)
-        not_retained = lookup.not_retained
+        not_retained, place = lookup.not_retained, lookup.waiter
+        turn = inside.head_of(self.world.core, self.session.namespace.id)
         more = self._look_up()
         keys = self.keys[start : lookup.position]
         fell_short = lookup.lease is None and lease is not None
@@ -101,7 +92,7 @@ class Lookup(Call):
         found = [block for block in items if block is not None]
         if lookup.lease is None:  # it has ended, because there are too few hits
             found = [] if fell_short and not keys else inside.used_since(self.world.core, self.session, keys, clock)
-        self._check_room_taken([block for block in found if block.promoting and block not in promoting])
+        self._check_room_taken([block for block in found if block.promoting and block not in promoting], turn, place)
         self.actors.used(
             self.session, list(dict.fromkeys(found)), lookup.retain_until, lookup.not_retained - not_retained
         )
@@ -111,19 +102,37 @@ class Lookup(Call):
             self._fall_short(lease, start)
         self._count(start, items)
         self._check_part(leased)
-        if more and lookup.lacks_room:
-            self.world.take_commands()
-            self._wait()
-        elif not more:
+        if not more:
             self._end()
-            self._leave()
         return more
 
+    @property
+    def place(self) -> Waiter | None:
+        """The place of the lookup in the room queue."""
+        return self.lookup.waiter if self.lookup is not None else None
+
+    @property
+    def _state(self) -> State:
+        assert self.lookup is not None
+        return self.lookup
+
     def _look_up(self) -> bool:
-        lookup, lease, expires_at = self.lookup, self.lookup.lease, self.world.now + self.seconds
+        lookup, lease, rooms = self._state, self._state.lease, self.world.rooms
+        expires_at = self.world.now + self.seconds
         old = lease.expires_at if lease is not None else expires_at
-        size = self.size if lookup.waiter is None else self.waiting_size
-        more = self._handler.look_up_slice(lookup, size, expires_at=expires_at, now=self.world.now)
+        place, has_waited, could_wait = lookup.waiter, self.waiter is not None, lookup.may_wait
+        if self.waiter is not None:
+            self.world.saw("waits for room timed out", not self.waiter.is_offered)
+            rooms.told.discard(self.waiter)
+        is_full = inside.is_full_of_waiters(self.world.core, self.session.namespace.id)
+        more = self.next_step(self.world.now)
+        if place is None and lookup.waiter is not None:
+            self.ticket = rooms.next_ticket()
+            self.world.saw("lookups waited for room")
+        self.world.saw("waits for room refused", is_full and could_wait and not (lookup.may_wait or has_waited))
+        self.world.saw("turns yielded", self.waiter is not None and lookup.is_over_budget)
+        if place is not None and not more:
+            rooms.told.discard(place)
         if lookup.lease is not None:
             now = lookup.lease.expires_at
             self.world.must(Invariant.OWNERS, now in (old, max(old, expires_at)), "a lease that ends at another time")
@@ -133,12 +142,12 @@ class Lookup(Call):
         return self.world.ledger.leases.get(record.lease.id) is record
 
     def _items(self, lease: BlockLease | None, start: int) -> list[Block | None]:
-        items: list[Block | None] = list(lease.items[start : self.lookup.position]) if lease is not None else []
-        return items + [None] * (self.lookup.position - start - len(items))
+        items: list[Block | None] = list(lease.items[start : self._state.position]) if lease is not None else []
+        return items + [None] * (self._state.position - start - len(items))
 
     def _count(self, start: int, items: Sequence[Block | None]) -> None:
         """Updates the ledger by the keys of a slice."""
-        lease, ledger, retries = self.lookup.lease, self.world.ledger, self.lookup.retries
+        lease, ledger, retries = self._state.lease, self.world.ledger, self._state.retries
         pending = []
         for position, block in enumerate(items, start):
             if block is None or lease is None:
@@ -150,7 +159,7 @@ class Lookup(Call):
         self._update_record(pending, counted=pending)
 
     def _update_record(self, pending: Sequence[int], *, counted: Sequence[int]) -> None:
-        lease, ledger = self.lookup.lease, self.world.ledger
+        lease, ledger = self._state.lease, self.world.ledger
         if lease is None:
             return
         record = self.record
@@ -180,7 +189,7 @@ class Lookup(Call):
 
     def _check_slice(self, start: int, items: Sequence[Block | None], *, is_broken: bool, resetting: bool) -> None:
         """Checks the answer so far: present blocks hit, reset blocks miss, misses have a reason."""
-        lookup, must, namespace = self.lookup, self.world.must, self.session.namespace.id
+        lookup, must, namespace = self._state, self.world.must, self.session.namespace.id
         old = self.world.ledger.gone.get(namespace, set())
         must(Invariant.RESET, old.isdisjoint(items), "a block of before the reset is served")
         if lookup.lease is not None:
@@ -212,7 +221,7 @@ class Lookup(Call):
         self.world.must(Invariant.FOUND, not denied, text)
 
     def _outcomes(self) -> list[object] | None:
-        record = self.lookup.record
+        record = self._state.record
         return [run.outcome for run in record.outcomes() for _ in range(run.count)] if record is not None else None
 
     def _is_over_part(self, position: int) -> bool:
@@ -246,46 +255,19 @@ class Lookup(Call):
             left = self._left()
             self.world.must(Invariant.ROOM, left >= 0, f"leases pin {-left} bytes too many")
 
-    def _check_room_taken(self, started: Sequence[Block]) -> None:
-        """Only the lookup whose turn it is takes room, and the waiters of a session take turns."""
-        line = inside.line_of(self.world.core, self.session.namespace.id)
-        if not started or line is None:
+    def _check_room_taken(self, started: Sequence[Block], turn: Waiter | None, place: Waiter | None) -> None:
+        """Only the lookup whose turn it is takes room, and the waiters of a session take turns.
+
+        `turn`, `place`: the head of the line, and the place of this lookup, before the step.
+        """
+        if not started or turn is None:
             return
         self.world.saw("room taken after a wait")
-        self.world.must(Invariant.ROOM, line.head is self.lookup.waiter, "a lookup takes room before its turn")
-
-    def _wait(self) -> None:
-        """Waits as the server does. The tenant may have too many waiting lookups."""
-        lookup, room = self.lookup, self._handler.room
-        if lookup.waiter is None:
-            lookup.waiter = room.enter(self.session, self.world.now)
-            self.ticket = self.world.rooms.next_ticket()
-            self.world.saw("lookups waited for room" if lookup.waiter is not None else "waits for room refused")
-        if lookup.waiter is not None and lookup.is_over_budget:
-            room.yield_turn(lookup.waiter)
-            self.world.saw("turns yielded")
-        self.is_waiting = lookup.waiter is not None
-        lookup.may_wait = self.is_waiting
-
-    def _wake(self) -> None:
-        assert self.lookup.waiter is not None
-        if self.lookup.waiter.is_offered:
-            self.lookup.waiter.is_offered = False
-            self.world.rooms.told.discard(self.lookup.waiter)
-        else:
-            self.lookup.may_wait = False
-            self.world.saw("waits for room timed out")
-        self.is_waiting = False
-
-    def _leave(self) -> None:
-        if self.lookup.waiter is not None:
-            self._handler.room.leave(self.lookup.waiter, self.world.now)
-            self.world.rooms.told.discard(self.lookup.waiter)
-            self.lookup.waiter = None
+        self.world.must(Invariant.ROOM, turn is place, "a lookup takes room before its turn")
 
     def _end(self) -> None:
         """The client gets the answer."""
-        lookup, must = self.lookup, self.world.must
+        lookup, must = self._state, self.world.must
         statuses, outcomes = lookup.answer().statuses(), self._outcomes()
         must(Invariant.FOUND, len(statuses) == len(self.keys), "a status per key")
         assert outcomes is not None
@@ -305,9 +287,11 @@ class Lookup(Call):
         self.world.saw("hits", KeyStatus.HIT in statuses)
 
     def abandon(self) -> None:
-        self._handler.abandon(self.lookup)
+        place = self.place
+        super().abandon()
         self._drop_lease()
-        self._leave()
+        if place is not None:
+            self.world.rooms.told.discard(place)
 
     def _drop_lease(self) -> None:
         if self.record is not None and self._is_leased(self.record):
@@ -320,20 +304,23 @@ class Prefetch(Lookup):
     kind: ClassVar[str] = "prefetches"
     event: ClassVar[str] = "prefetch"
 
-    def _begin(self) -> SlicedLookup:
+    def begin(self) -> Operation[Any]:
         self._query(prefix=True)
-        return self._handler.begin_prefetch(
+        return self.world.core.prefetch(
             self.session,
             self.keys,
+            now=self.world.now,
             request_id=self.request_id,
+            lease_seconds=self.seconds,
             tiers=self.tiers,
             retain_until=self.actors.retain_until(),
+            slice_keys=self.size,
         )
 
     def step(self) -> bool:
         more = super().step()
         if not more:
-            answer = self._handler.end_prefetch(self.lookup)
+            answer = self.answer
             self._drop_lease()
             counted = answer.present + answer.started + answer.missing + answer.no_room + answer.unanswered
             must, found = self.world.must, answer.present + answer.started

@@ -652,8 +652,8 @@ MUTANTS = (
         "a lookup continues after its lease has ended",
         Invariant.OWNERS,
         "core/lookups.py",
-        "if lookup.lease is not None and not self.leases.is_open(lookup.lease):",
-        "if False:",
+        "if lookup.lease is None or self.leases.is_open(lookup.lease):",
+        "if True:",
     ),
     Mutant(
         "a claim continues after its hold has ended",
@@ -666,8 +666,8 @@ MUTANTS = (
         "a completion continues after its store was abandoned",
         Invariant.RAISED,
         "core/stores.py",
-        "        if not self.table.is_open(store):\n            return False\n",
-        "",
+        "            while self.table.is_open(store):\n                self._complete",
+        "            while True:\n                self._complete",
     ),
     Mutant(
         "a publication continues after its hold has ended",

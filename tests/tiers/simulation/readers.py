@@ -55,7 +55,7 @@ class Readers(Actors):
             keys = self.some_keys(client.session)
             self.world.refused(
                 errors.InvalidItem,
-                lambda: core.lookup_handler.begin(client.session, keys, prefix=True, request_id="r1", tiers=tiers),
+                lambda: core.lookup(client.session, keys, now=0, request_id="r1", lease_seconds=0, tiers=tiers),
             )
 
     def read(self) -> None:

@@ -22,7 +22,7 @@ MOST_PASSED = 2
 
 def check_room(world: World) -> None:
     """Exactly the waiting lookups are queued; the first one is offered room at once."""
-    calls = {call.lookup.waiter: call for call in world.calls.open if isinstance(call, Lookup)}
+    calls = {call.place: call for call in world.calls.open if isinstance(call, Lookup)}
     calls.pop(None, None)
     lines = inside.lines(world.core)
     queued = [waiter for line in lines.values() for waiter in inside.queued(line)]

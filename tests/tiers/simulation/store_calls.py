@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import ClassVar
+from collections.abc import Collection
+from typing import Any, ClassVar
 
 from kvtier.tiers import errors
-from kvtier.tiers.types import EngineSession, StoreAnswer, StoreStatus
+from kvtier.tiers.core.conversations import Conversation
+from kvtier.tiers.core.in_flight_stores import Preparation as State
+from kvtier.tiers.core.operations import Operation
+from kvtier.tiers.types import EngineSession, StoreStatus
 
 from . import inspect as inside
 from .actors import HOLD_SECONDS, Actors
@@ -30,87 +33,107 @@ class Preparation(Call):
         rng = actors.rng
         self.keys, self.request_id = actors.some_keys(self.session), rng.choice(REQUESTS)
         self.seconds, self.retain_for = rng.choice(HOLD_SECONDS), rng.choice((0, 0, 0, 10, 60, 4000))
+        self.retain_until = 0.0
+        self.conversation: Conversation | None = None
+        """The conversation of the request before the step."""
         self.record: StoreRecord | None = None
-        self.done = 0
+        self.preparation: State | None = None
+        """The state of the call; None before the first step."""
+
+    def begin(self) -> Operation[Any]:
+        return self.world.core.prepare_store(
+            self.session,
+            self.keys,
+            now=self.world.now,
+            request_id=self.request_id,
+            lease_seconds=self.seconds,
+            retain_until=self.retain_until,
+            slice_keys=self.size,
+        )
 
     def step(self) -> bool:
-        part = self.keys[self.done :] if self.size is None else self.keys[self.done : self.done + self.size]
-        self.done += len(part)
-        more = self.done < len(self.keys)
+        if self.operation is None:
+            self.retain_until = self.world.now + self.retain_for if self.retain_for else 0.0
+            self.operation = self.begin()
+            self.preparation = inside.state_of(self.operation, "preparation")
+        state = self._state
+        start, granted, not_retained = len(state.statuses), len(state.slots), state.not_retained
+        # A request that has finished ends with a store without blocks.
+        self.conversation = inside.conversation_of(self.world.core, self.session, self.request_id)
         if self.record is not None and not self._is_open(self.record):
-            self.world.refused(errors.StoreNotFound, lambda: self._prepare(part, more=more))
+            self.world.refused(errors.StoreNotFound, lambda: self.next_step(self.world.now))
             self.world.saw("stores ended during their preparation")
             return False
-        # The last slice can end the store, and with it the request.
-        retain_until = self.world.now + self.retain_for if self.retain_for else 0.0
-        retain_until = self.actors.conversation_used(self.session, self.request_id, part, retain_until)
-        answer = self._prepare(part, more=more)
-        self._check_use(part, answer, retain_until)
+        more = self.next_step(self.world.now)
+        part, statuses = self.keys[start : len(state.statuses)], bytes(state.statuses[start:])
+        if part:
+            self._check_slice(part, statuses, state.slots[granted:], state.not_retained - not_retained)
+        must, answer = self.world.must, self.answer
+        has_blocks = self.record is not None and bool(self.record.blocks)
+        has_id = state.store is not None
+        must(Invariant.SLOTS, has_id == (has_blocks or (more and bool(part or start))), "a store id for granted blocks")
+        if not more:
+            must(Invariant.SLOTS, len(answer.statuses) == len(self.keys), "a status per key")
+            must(Invariant.SLOTS, (answer.store_id is None) != has_id, "an answer with another store")
+            if self.record is not None and not has_id:
+                self.world.ledger.written(self.record)
+        return more
+
+    def _check_slice(self, part: list[bytes], statuses: bytes, slots: list[int], not_retained: int) -> None:
+        self._check_use(part, statuses, not_retained)
         self._check_conversation(part)
-        granted = [key for key, status in zip(part, answer.statuses, strict=True) if status == StoreStatus.GRANTED]
-        must = self.world.must
-        must(Invariant.SLOTS, len(granted) == len(answer.slots), "a slot per granted block")
+        granted = [key for key, status in zip(part, statuses, strict=True) if status == StoreStatus.GRANTED]
+        self.world.must(Invariant.SLOTS, len(granted) == len(slots), "a slot per granted block")
         request = self.world.ledger.requests.get(self.session.engine, self.request_id)
         if request is not None and request.request_level_tiers:
             names = {(self.session.namespace.id, key) for key in granted}
             self.world.insisted_on(request, dict.fromkeys(part), names, self.session)
-        self._extend(answer, request)
-        has_blocks = self.record is not None and bool(self.record.blocks)
-        must(Invariant.SLOTS, (answer.store_id is not None) == (has_blocks or more), "a store id for granted blocks")
-        if self.record is not None and answer.store_id is None:
-            self.world.ledger.written(self.record)
-        return more
+        self._extend(slots, request)
 
-    def _prepare(self, keys: Sequence[bytes], *, more: bool) -> StoreAnswer:
-        now = self.world.now
-        return self.world.core.prepare_store(
-            self.session,
-            keys,
-            request_id=self.request_id,
-            expires_at=now + self.seconds,
-            retain_until=now + self.retain_for if self.retain_for else 0.0,
-            extends=self.record.id if self.record is not None else None,
-            more=more,
-        )
+    @property
+    def _state(self) -> State:
+        assert self.preparation is not None
+        return self.preparation
 
     def _is_open(self, record: StoreRecord) -> bool:
         return record in self.world.ledger.open_stores()
 
-    def _check_use(self, keys: list[bytes], answer: StoreAnswer, retain_until: float) -> None:
-        taken = [key for key, status in zip(keys, answer.statuses, strict=True) if status != StoreStatus.NO_ROOM]
+    def _check_use(self, keys: list[bytes], statuses: bytes, not_retained: int) -> None:
+        retain_until = self.actors.used_by(self.conversation, keys, self.retain_until)
+        taken = [key for key, status in zip(keys, statuses, strict=True) if status != StoreStatus.NO_ROOM]
         blocks = [inside.block(self.world.core, self.session.namespace.id, key) for key in taken]
         found = [block for block in blocks if block is not None]
-        self.actors.used(self.session, found, retain_until, answer.not_retained)
-        self.world.saw("no room", StoreStatus.NO_ROOM in answer.statuses)
+        self.actors.used(self.session, found, retain_until, not_retained)
+        self.world.saw("no room", StoreStatus.NO_ROOM in statuses)
 
     def _check_conversation(self, keys: list[bytes]) -> None:
         """The conversation of a request has all keys of a store, unless it was forgotten."""
-        conversation = inside.conversation_of(self.world.core, self.session, self.request_id)
+        conversation = self.conversation
         if conversation is not None and conversation.is_open:
             room = inside.CONVERSATION_LIMITS["KEYS"] - len(conversation.latest)
             self.world.must(
                 Invariant.CONVERSATIONS, conversation.keys.keys() >= set(keys) or room <= 0, "a used key is missing"
             )
 
-    def _extend(self, answer: StoreAnswer, request: RequestRecord | None) -> None:
-        if answer.store_id is None:
+    def _extend(self, slots: list[int], request: RequestRecord | None) -> None:
+        if (store := self._state.store) is None:
             return
         ledger, expires_at = self.world.ledger, self.world.now + self.seconds
         if self.record is None:
             if request is not None:
                 request.stores += 1
-            self.record = StoreRecord(answer.store_id, self.client, request, [], [], expires_at)
-            ledger.stores[answer.store_id] = self.record
-        self.record.blocks = list(self.world.core.store(self.session, answer.store_id).blocks)
-        self.record.slots += answer.slots
+            self.record = StoreRecord(store.id, self.client, request, [], [], expires_at)
+            ledger.stores[store.id] = self.record
+        self.record.blocks = list(store.blocks)
+        self.record.slots += slots
         self.record.expires_at = max(self.record.expires_at, expires_at)
-        self.world.memory.update(dict.fromkeys(answer.slots, "unwritten"))
+        self.world.memory.update(dict.fromkeys(slots, "unwritten"))
 
     def abandon(self) -> None:
-        """The server completes the store, of which no block was written."""
+        """The core ends the store, whose slots no client knows."""
         if self.record is not None and self._is_open(self.record):
-            failed = range(len(self.record.slots))
-            self.world.calls.begin(Completion(self.actors, self.client, self.session, self.record, failed))
+            self.world.ledger.written(self.record)
+        super().abandon()
 
 
 class Completion(Call):
@@ -119,32 +142,32 @@ class Completion(Call):
     kind: ClassVar[str] = "completions"
     event: ClassVar[str] = "complete_store"
     is_cancellable: ClassVar[bool] = False
+    begins_at_once: ClassVar[bool] = True
 
     def __init__(
         self, actors: Actors, client: Client, session: EngineSession, record: StoreRecord, failed: Collection[int]
     ) -> None:
         super().__init__(actors, client)
-        self.record, self.failed, self.completed = record, failed, 0
-        record.is_completing = True
-        self.store = self.world.core.store_handler.begin_completion(session, record.id, failed)
+        self.session, self.record, self.failed, self.completed = session, record, failed, 0
         self.world.saw("parts failed", bool(failed))
 
+    def begin(self) -> Operation[Any]:
+        record = self.record
+        record.is_completing = True
+        return self.world.core.complete_store(self.session, record.id, self.failed, slice_blocks=self.size)
+
     def step(self) -> bool:
-        core, ledger, record = self.world.core, self.world.ledger, self.record
+        ledger, record = self.world.ledger, self.record
         if record.quarantine is not None or ledger.stores.get(record.id) is not record:
-            before = core.stats()
-            more = core.store_handler.complete_slice(self.store, self.size)
-            must_not = more or core.stats() != before
-            self.world.must(Invariant.OWNERS, not must_not, "a completion continues after its store was abandoned")
-            self.world.saw("completions continued after their session")
-            return False
-        blocks = record.blocks[: self.size]
-        numbers = range(self.completed, self.completed + len(blocks))
-        self.completed += len(blocks)
-        record.blocks, record.slots = record.blocks[len(blocks) :], record.slots[len(blocks) :]
+            return self._continue_without_store()
+        is_long, is_new = len(record.blocks) > self.size, self.operation is None
+        count = 0 if is_new and is_long else min(self.size, len(record.blocks))
+        blocks, numbers = record.blocks[:count], range(self.completed, self.completed + count)
+        self.completed += count
+        record.blocks, record.slots = record.blocks[count:], record.slots[count:]
         if not record.blocks:
             ledger.written(record)
-        more = core.store_handler.complete_slice(self.store, self.size)
+        more = self.next_step(self.world.now)
         self.world.must(Invariant.SLOTS, more == bool(record.blocks), "a completion of other blocks than were granted")
         self.world.settings_model.takers.add(tenant_of(record.client.session.namespace.id))
         if record.request is not None:
@@ -152,5 +175,11 @@ class Completion(Call):
             self.world.is_due(record.request, [block.name for block in written if block.ready])
         return more
 
-    def abandon(self) -> None:
-        """The session has ended, and the core has abandoned the store."""
+    def _continue_without_store(self) -> bool:
+        """The core has abandoned the store, because its session has ended."""
+        before = self.world.core.stats()
+        more = self.next_step(self.world.now)
+        must_not = more or self.world.core.stats() != before
+        self.world.must(Invariant.OWNERS, not must_not, "a completion continues after its store was abandoned")
+        self.world.saw("completions continued after their session")
+        return False

@@ -47,7 +47,7 @@ class Writers(Actors):
         self.world.calls.begin(Preparation(self, client))
 
     def _prepare(self, session: EngineSession, keys: list[bytes]) -> None:
-        self.world.core.prepare_store(session, keys, request_id=self.rng.choice(REQUESTS), expires_at=0)
+        next(self.world.core.prepare_store(session, keys, now=0, request_id=self.rng.choice(REQUESTS), lease_seconds=0))
 
     def write_a_part(self) -> None:
         """A process writes a part of a block, possibly after the end of its store."""
@@ -95,9 +95,7 @@ class Writers(Actors):
         if not mine:
             return
         session = self.rng.choice(mine).session
-        self.world.refused(
-            errors.StoreNotFound, lambda: self.world.core.store_handler.begin_completion(session, record.id)
-        )
+        self.world.refused(errors.StoreNotFound, lambda: next(self.world.core.complete_store(session, record.id)))
         self.world.ledger.written(record)
         self.world.core.writer_done(session, record.id)
         self.world.saw("late completions")
@@ -109,7 +107,7 @@ class Writers(Actors):
         if ended and client is not None:
             store_id = self.rng.choice(ended).id
             self.world.refused(
-                errors.StoreNotFound, lambda: self.world.core.store_handler.begin_completion(client.session, store_id)
+                errors.StoreNotFound, lambda: next(self.world.core.complete_store(client.session, store_id))
             )
             self.world.saw("stores completed twice")
 
@@ -122,7 +120,7 @@ class Writers(Actors):
         core, expires_at = self.world.core, self.world.now + 1000
         same_tenant = tenant_of(stranger.namespace.id) == tenant_of(record.client.session.namespace.id)
         refusal = errors.NotOwner if same_tenant else errors.StoreNotFound
-        self.world.refused(refusal, lambda: core.store_handler.begin_completion(stranger, record.id))
+        self.world.refused(refusal, lambda: next(core.complete_store(stranger, record.id)))
         self.world.refused(refusal, lambda: core.renew_store(stranger, record.id, expires_at))
         core.writer_done(stranger, record.id)
         self.world.saw("strangers' stores completed")
@@ -133,7 +131,7 @@ class Writers(Actors):
             record = self.rng.choice(stores)
             session, wrong = self.any_of(record.client.engine), [len(record.slots)]
             self.world.refused(
-                errors.InvalidItem, lambda: self.world.core.store_handler.begin_completion(session, record.id, wrong)
+                errors.InvalidItem, lambda: next(self.world.core.complete_store(session, record.id, wrong))
             )
             self.world.saw("wrong items named")
 

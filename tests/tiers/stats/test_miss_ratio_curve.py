@@ -10,6 +10,7 @@ from functools import partialmethod
 
 import pytest
 from core_rig import SPEC, Rig
+from harness.operations import run_to_end
 from hypothesis import given
 from hypothesis import strategies as st
 from simulation import ModelTier
@@ -226,12 +227,16 @@ def replay(capacity: int, requests: Sequence[Sequence[int]], key_of: Callable[[i
     for number, blocks in enumerate(requests):
         keys, request_id = [key_of(block) for block in blocks], f"{number}"
         core.begin_request(session, RequestInfo(request_id, NAMESPACE))
-        lease = core.lookup(session, keys, prefix=True, request_id=request_id, expires_at=FOREVER).lease
+        lease = run_to_end(
+            core.lookup(session, keys, prefix=True, request_id=request_id, now=0, lease_seconds=FOREVER)
+        ).lease
         hits = len(lease.items) if lease is not None else 0
         if hits < len(keys):
-            answer = core.prepare_store(session, keys[hits:], request_id=request_id, expires_at=FOREVER)
+            answer = run_to_end(
+                core.prepare_store(session, keys[hits:], request_id=request_id, now=0, lease_seconds=FOREVER)
+            )
             if answer.store_id is not None:
-                core.complete_store(session, answer.store_id)
+                run_to_end(core.complete_store(session, answer.store_id))
         core.finish_request(session, request_id)
         core.take_commands()
     return core
@@ -281,7 +286,9 @@ class TestInTheCore:
         names = [digest(number) for number in range(8)]
         rig.store(names)
         for _ in range(600):
-            found = rig.core.lookup(rig.session, names, prefix=True, request_id="r", expires_at=1e9)
+            found = run_to_end(
+                rig.core.lookup(rig.session, names, prefix=True, request_id="r", now=0, lease_seconds=1e9)
+            )
             rig.core.release(rig.session, found.lease.id)
         for tier in rig.core.stats().tiers:
             assert [estimate.hit_ratio for estimate in tier.estimates] == [1.0] * len(SCALES)
@@ -291,6 +298,15 @@ class TestInTheCore:
         core.add_memory(0, 64 * BLOCK)
         session = core.open_session(b"s", "engine", 0, SPEC)
         for _ in range(100):
-            core.lookup(session, [digest(number) for number in range(64)], prefix=True, request_id="", expires_at=1)
+            run_to_end(
+                core.lookup(
+                    session,
+                    [digest(number) for number in range(64)],
+                    prefix=True,
+                    request_id="",
+                    now=0,
+                    lease_seconds=1,
+                )
+            )
         assert core.stats().lookup_keys == 6400
         assert core.stats().tiers[0].estimates == ()

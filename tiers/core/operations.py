@@ -1,0 +1,23 @@
+"""Long events of the core: an operation is a generator that its caller steps.
+
+- The caller starts an operation with `next`, and continues it with `send(now)`. Other events may
+  come between two steps. `now`: monotonic seconds.
+- At a `yield` a slice ends, and all invariants of the core hold. An operation yields None if its
+  next slice is due, or the `Waiter` that it waits for.
+- The operation returns its answer, the value of StopIteration.
+- If a caller closes an operation, or the operation raises, the operation undoes what it has done:
+  it ends the leases, stores and holds that no client will know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TypeAlias, TypeVar
+
+from .commands import Waiter
+
+__all__ = ["Operation"]
+
+T = TypeVar("T")
+
+Operation: TypeAlias = Generator[Waiter | None, float, T]

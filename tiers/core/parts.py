@@ -1,0 +1,199 @@
+"""Parts of the core: creates the event handlers, and collects their figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+
+from ..base import NamespaceId, SecondaryTier
+from ..stats.counters import HitCounters
+from ..stats.eviction_history import EvictionHistory, history_size
+from ..stats.miss_ratio_curve import MissRatioCurves
+from ..stats.request_log import RequestLog
+from ..stats.snapshots import ManagerStats, NamespaceStats
+from ..types import EngineSession
+from .commands import Command
+from .completions import CompletionHandler, Durability
+from .conversation_tasks import ConversationTasks
+from .cpu_tier import CpuTier
+from .event_log import EventLog
+from .handoff_log import HandoffLog
+from .handoffs import HandoffHandler
+from .lookups import LookupHandler
+from .requests import Request, RequestTable
+from .residency import SharedTierQueries
+from .settings import CPU_TIER, TierSettings
+from .sliced_work import IncrementalWork
+from .stores import StoreHandler
+from .transfers import TransferScheduler
+
+__all__ = ["CoreParts"]
+
+
+class CoreParts:
+    """Base of `TierManager`."""
+
+    def __init__(
+        self,
+        region_bytes: int,
+        extent_bytes: int,
+        tiers: Sequence[SecondaryTier],
+        *,
+        max_queued_bytes: int | None = None,
+        new_ids: Iterator[int] | None = None,
+        settings: TierSettings | None = None,
+        now: float = 0.0,
+    ) -> None:
+        """Builds the core and recovers the blocks that the tiers kept from an earlier run.
+
+        Args:
+            region_bytes: final size of the region; memory is added with `add_memory`.
+            extent_bytes: unit in which size classes claim memory; also the largest part of a block.
+            tiers: the secondary tiers, in lookup order.
+            max_queued_bytes: limit of each write-back queue; default: a quarter of the region.
+            new_ids: ids of leases and stores, not 0. Random ids tell a client nothing about other
+                clients, and differ from those of an earlier run. Default: counted from 1.
+            settings: policies, quotas and times per tier.
+            now: the time, in seconds of the clock that `tick` uses.
+
+        Raises ValueError if the settings are inconsistent.
+        """
+        settings = settings or TierSettings()
+        settings.check({CPU_TIER, *(tier.name for tier in tiers)})
+        self._region_bytes, self._now = region_bytes, now
+        self._commands: list[Command] = []
+        self._sessions: dict[bytes, EngineSession] = {}
+        self._namespaces: set[NamespaceId] = set()
+        self._create_statistics(settings, [tier.capacity_bytes for tier in tiers])
+        self._create_tiers(settings, extent_bytes, tiers, max_queued_bytes or region_bytes // 4)
+        self._create_handlers(settings, tiers, count(1) if new_ids is None else new_ids)
+        self._transfers.recover()
+
+    def _create_statistics(self, settings: TierSettings, capacities: Sequence[int]) -> None:
+        """Creates the records of requests and misses. No decision depends on them."""
+        self._history = EvictionHistory(history_size(self._region_bytes))
+        self._request_log = RequestLog()
+        self._counters = HitCounters(len(capacities), {tenant.tag: tenant.name for tenant in settings.tenants})
+        sizes = [self._region_bytes, *capacities]
+        self._miss_ratio_curves = MissRatioCurves(sizes, self._tier_of) if settings.estimates else None
+        self._expired_leases = self._expired_stores = 0
+
+    def _create_tiers(
+        self, settings: TierSettings, extent_bytes: int, tiers: Sequence[SecondaryTier], max_queued_bytes: int
+    ) -> None:
+        self.events = EventLog(self._commands, settings.content_bytes)
+        self._cpu_tier = CpuTier(
+            extent_bytes=extent_bytes,
+            queues=settings.new_queues(CPU_TIER, self._region_bytes, self._now),
+            history=self._history,
+            spare_part=settings.spare_part,
+            events=self.events,
+        )
+        self._transfers = TransferScheduler(
+            tiers=tiers,
+            settings=settings,
+            now=self._now,
+            max_queued_bytes=max_queued_bytes,
+            cpu_tier=self._cpu_tier,
+            history=self._history,
+            commands=self._commands,
+            events=self.events,
+        )
+        self.shared_tiers = SharedTierQueries(self._transfers.residency, self._cpu_tier)
+        self.durability = Durability(cpu_tier=self._cpu_tier, transfers=self._transfers)
+
+    def _create_handlers(self, settings: TierSettings, tiers: Sequence[SecondaryTier], new_ids: Iterator[int]) -> None:
+        """Creates the event handlers. A handler refers only to handlers created before it."""
+        self.requests = self._requests = RequestTable(tiers=tiers, on_end=self._request_ended)
+        self.conversations = ConversationTasks(self._cpu_tier, self._transfers)
+        self._sliced_work = IncrementalWork(cpu_tier=self._cpu_tier, transfers=self._transfers, commands=self._commands)
+        self.lookup_handler = self._lookups = LookupHandler(
+            cpu_tier=self._cpu_tier,
+            transfers=self._transfers,
+            conversations=self.conversations.table,
+            history=self._history,
+            request_log=self._request_log,
+            counters=self._counters,
+            miss_ratio_curves=self._miss_ratio_curves,
+            new_ids=new_ids,
+            continue_if=self._sliced_work.continue_if,
+            commands=self._commands,
+            region_bytes=self._region_bytes,
+            leased_part=settings.leased_part,
+        )
+        self.handoffs = HandoffHandler(
+            cpu_tier=self._cpu_tier,
+            lookups=self._lookups,
+            settings=settings,
+            region_bytes=self._region_bytes,
+            commands=self._commands,
+            log=HandoffLog(self._request_log, self._history),
+            continue_if=self._sliced_work.continue_if,
+        )
+        self._completions = CompletionHandler(
+            cpu_tier=self._cpu_tier,
+            transfers=self._transfers,
+            requests=self._requests,
+            lookups=self._lookups,
+            handoffs=self.handoffs,
+            history=self._history,
+            commands=self._commands,
+        )
+        self.store_handler = self._stores = StoreHandler(
+            cpu_tier=self._cpu_tier,
+            transfers=self._transfers,
+            requests=self._requests,
+            conversations=self.conversations.table,
+            completions=self._completions,
+            history=self._history,
+            miss_ratio_curves=self._miss_ratio_curves,
+            pin_budget=self._lookups.pin_budget,
+            new_ids=new_ids,
+            continue_if=self._sliced_work.continue_if,
+        )
+        self._sliced_work.pin_owners = (self._lookups.leases, self.handoffs, self._stores)
+
+    def stats(self) -> ManagerStats:
+        hits, misses = self._counters.hits, self._counters.misses
+        keys = sum(hits) + misses.total()
+        cpu = self._cpu_tier.stats(CPU_TIER, self._region_bytes, hits=hits[0], misses=keys - hits[0])
+        tiers = (cpu, *(secondary.stats(hits[secondary.index]) for secondary in self._transfers.secondaries))
+        if self._miss_ratio_curves is not None:
+            tiers = tuple(replace(tier, estimates=self._miss_ratio_curves.of(n)) for n, tier in enumerate(tiers))
+        return ManagerStats(
+            tiers=tiers,
+            leases=len(self._lookups.leases),
+            oldest_lease_seconds=self._lookups.leases.oldest_age(self._now),
+            room=self._lookups.room.stats(),
+            expired_leases=self._expired_leases,
+            expired_stores=self._expired_stores,
+            stores=len(self._stores.table),
+            quarantined_bytes=self._stores.table.quarantined_bytes,
+            sessions=len(self._sessions),
+            namespaces=len(self._namespaces),
+            holds=len(self.handoffs),
+            held_bytes=self.handoffs.held_bytes,
+            handoffs=self.handoffs.stats(),
+            conversations=self.conversations.stats(),
+            claims_missed=dict(self.handoffs.claims.missed),
+            lookup_keys=keys,
+            lookup_misses=misses.total(),
+            misses_by_reason=dict(misses),
+        )
+
+    def namespace_stats(self) -> list[NamespaceStats]:
+        below = (secondary.catalog.counts() for secondary in self._transfers.secondaries)
+        return self._counters.namespace_stats([self._cpu_tier.counts(), *below])
+
+    def _tier_of(self, namespace: NamespaceId, key: bytes) -> int | None:
+        block = self._cpu_tier.blocks_of(namespace).get(key)
+        return 0 if block is not None and block.ready else self._transfers.residency.position_of(namespace, key)
+
+    def _request_ended(self, request: Request) -> None:
+        if request.id:
+            self._request_log.finish(request.session.engine, request.id, self._now, request.incomplete)
+        self._cpu_tier.finish(request.user)
+        self._transfers.request_finished(request.user)
+        for secondary in self._transfers.secondaries:
+            secondary.tier.on_request_finished(request.id)
