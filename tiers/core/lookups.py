@@ -127,7 +127,7 @@ class LookupHandler:
         return lookup
 
     def end_prefetch(self, lookup: SlicedLookup) -> PrefetchAnswer:
-        """Ends the lease of a prefetch. The promotions that it has started continue."""
+        """Ends a prefetch. The promotions that it has started continue."""
         assert lookup.prefetch is not None
         answer = lookup.prefetch.answer(len(lookup.keys), len(lookup.retries), lookup.not_retained)
         self.abandon(lookup)
@@ -388,7 +388,15 @@ class LookupHandler:
         return not_retained
 
     def _grant(self, lookup: SlicedLookup, match: LookupMatch, expires_at: float, now: float) -> None:
-        """Adds the hits to the lookup's lease; grants the lease at the first hit."""
+        """Adds the hits to the lookup's lease; grants the lease at the first hit.
+
+        A prefetch has no lease. So prefetches in slices pin only what they load.
+        """
+        if lookup.prefetch is not None:
+            had_room = self._cpu_tier.has_more_room
+            self._cpu_tier.unpin(list(filter(None, match.items)))
+            self._cpu_tier.has_more_room = had_room  # these blocks could be evicted before
+            return
         lease = lookup.lease
         if lease is None and any(match.items):
             earlier, sources = [None] * lookup.position, bytes(lookup.position)
@@ -400,7 +408,6 @@ class LookupHandler:
                 keys=len(lookup.keys),
                 now=now,
                 record=lookup.record,
-                counted=lookup.prefetch is None,
                 all_ready=True,
             )
         if lease is None:

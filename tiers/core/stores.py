@@ -71,7 +71,7 @@ class StoreHandler:
     ) -> StoreAnswer:
         """Grants slots. `more`: the next slice of the keys follows, which `extends` the store.
 
-        Until the last slice the store pins all blocks of its keys, also those that need no slot.
+        Until the last slice the store also pins blocks that need no slot, as far as the tenant may.
         Raises LimitExceeded if the tenant has too many stores, InvalidItem if the client has
         withdrawn the grant or uses its id already.
         """
@@ -120,7 +120,8 @@ class StoreHandler:
             return StoreAnswer(None, bytes(statuses), [], not_retained)
         store.expires_at = max(store.expires_at, expires_at)
         self.table.add_blocks(store, granted)
-        store.others += others
+        kept = self._keep(store, others) if more else 0
+        self._unpin(others[kept:])
         store_id = store.id if more else self._end_prepare(store)
         return StoreAnswer(store_id, bytes(statuses), slots, not_retained)
 
@@ -137,6 +138,23 @@ class StoreHandler:
         self._cpu_tier.no_room += len(blocks) - count
         return blocks[:count]
 
+    def _keep(self, store: Store, blocks: Sequence[Block]) -> int:
+        """Keeps leading blocks pinned until the last slice of PrepareStore; returns their number."""
+        budget, count = self._pin_budget, 0
+        for block in blocks:
+            if budget.is_limited and budget.left_for_slices(block.namespace) < block.allocated_bytes:
+                break
+            budget.begin_hold(block)
+            count += 1
+        store.others += blocks[:count]
+        return count
+
+    def _take_others(self, store: Store) -> list[Block]:
+        others, store.others = store.others, []
+        for block in others:
+            self._pin_budget.end_hold(block)
+        return others
+
     def _begin(self, owner: Owner, rank: int, expires_at: float, request: Request | None, now: float) -> Store:
         if request is not None:
             request.stores += 1
@@ -146,8 +164,7 @@ class StoreHandler:
 
     def _end_prepare(self, store: Store) -> StoreId | None:
         """Unpins the blocks that need no slot. Ends a store without blocks, and returns None."""
-        others, store.others = store.others, []
-        self._unpin(others)
+        self._unpin(self._take_others(store))
         if store.blocks:
             return store.id
         self.table.end(store)
@@ -201,8 +218,7 @@ class StoreHandler:
         store.completed += len(blocks)
         if not store.blocks:
             self.table.end(store)
-            others, store.others = store.others, []
-            self._unpin(others)
+            self._unpin(self._take_others(store))
         complete = []
         for number, block in enumerate(blocks, start=first):
             block.writers -= 1
@@ -245,7 +261,7 @@ class StoreHandler:
         self._cpu_tier.unpin(reversed(blocks))
         if not store.blocks:
             self._abandoned.popleft()
-            self._pending_unpins += store.others
+            self._pending_unpins += self._take_others(store)
             self._ended(store)
 
     def _declined(self, found: Sequence[Block], wanted: Iterable[Block], owner: Owner) -> set[Block] | None:

@@ -11,10 +11,10 @@ from core_rig import GRANTED, NO_ROOM, PRESENT, Rig, keys, ready_blocks
 from simulation import EXTENT
 
 from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.core.holds import Hold
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.eviction.quotas import Tenant
-from kvtier.tiers.core.holds import Hold
 from kvtier.tiers.types import EngineSession, HandoffDirection, NamespaceSpec, PublishStatus, StoreAnswer
 
 SLOTS = EXTENT // 4096
@@ -166,6 +166,26 @@ def test_claims_of_ended_holds_pin_a_part() -> None:
             site.claim_and_release(site.alice, str(number))
             published += 1
     assert published == 7
+    assert refused(site.prepare(site.bob, 0, SLOTS // 8)) == 0
+
+
+def test_prefetches_in_slices_pin_no_present_block() -> None:
+    """A tenant repeats prefetches of all of its blocks, so that one is always at its last slice."""
+    site = Site()
+    site.fill()
+    handler = site.core.lookup_handler
+    prefetch = handler.begin_prefetch(site.alice, keys(*range(SLOTS + 1)), request_id="")
+    assert handler.look_up_slice(prefetch, SLOTS, expires_at=600, now=0)
+    assert refused(site.prepare(site.bob, 0, SLOTS // 2)) == 0
+
+
+def test_stores_in_slices_leave_room_for_another_tenant() -> None:
+    """A tenant repeats stores of all of its blocks, so that one is always at its last slice."""
+    site = Site()
+    site.fill()
+    names = keys(*range(SLOTS))
+    answer = site.core.prepare_store(site.alice, names, request_id="", expires_at=600, more=True)
+    assert answer.statuses == PRESENT * SLOTS
     assert refused(site.prepare(site.bob, 0, SLOTS // 8)) == 0
 
 
