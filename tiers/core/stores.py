@@ -139,7 +139,7 @@ class StoreHandler:
         return blocks[:count]
 
     def _keep(self, store: Store, blocks: Sequence[Block]) -> int:
-        """Keeps leading blocks pinned until the last slice of PrepareStore; returns their number."""
+        """Keeps leading blocks pinned until the last slice of a call; returns their number."""
         budget, count = self._pin_budget, 0
         for block in blocks:
             if budget.is_limited and budget.left_for_slices(block.namespace) < block.allocated_bytes:

@@ -61,7 +61,7 @@ def _pins(world: World) -> None:
 
 
 def _leased(world: World) -> None:
-    """The bytes that leases, holds and stores pin are those of their blocks and slots, by tenant."""
+    """The bytes that leases, holds and stores pin are those of their blocks, by tenant."""
     leased, only_held, kept = Counter[bytes](), Counter[bytes](), inside.kept(world.core)
     for block in world.core_view.blocks:
         if not 0 <= block.leases <= block.pins:

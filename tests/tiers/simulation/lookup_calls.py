@@ -99,7 +99,7 @@ class Lookup(Call):
         items = self._items(lookup.lease or lease, start)
         self._check_slice(start, items, is_broken=is_broken, resetting=bool(resetting))
         found = [block for block in items if block is not None]
-        if lookup.lease is None and lookup.prefetch is None:  # it has ended, because there are too few hits
+        if lookup.lease is None and lookup.prefetch is None:  # there are too few hits
             found = [] if fell_short and not keys else inside.used_since(self.world.core, self.session, keys, clock)
         self._check_room_taken([block for block in found if block.promoting and block not in promoting])
         self.actors.used(

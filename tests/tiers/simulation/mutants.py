@@ -64,7 +64,7 @@ def mutated(mutant: Mutant) -> str:
 
 
 def planted(mutant: Mutant | None, folder: Path) -> Path:
-    """Copies the core and what it imports, with the bug if there is one; returns the import path."""
+    """Copies the core, with the bug if there is one, and its imports; returns the path."""
     package = folder / "kvtier"
     package.mkdir()
     shutil.copy(PACKAGE / "__init__.py", package)
