@@ -26,6 +26,11 @@ _MAX_UNTAKEN = 64
 """Messages that the process has not taken yet. Each has at most 1 MiB."""
 _KEYS_SECONDS = 1.0
 _END_SECONDS = 1.0
+_REMEDIES = {
+    "priority": "permit the system call setpriority",
+    "accept": "raise the number of open files of the server",
+}
+"""What an operator can do, by the subject of a downgrade of the process."""
 
 
 class ReaderProcess:
@@ -91,7 +96,8 @@ class ReaderProcess:
             self._child, self._untaken = child, 0
             self._room.set()
             child.send(self._setup())
-            self._downgrades.end("events")
+            for subject in ("", *_REMEDIES):  # those of the process before, too
+                self._downgrades.end("events", subject)
             _log.info("events are published", address=self._config.publish, pid=child.pid)
             tasks = [asyncio.ensure_future(each) for each in (publish(), self._send_keys(child))]
             await child.hung_up()
@@ -124,9 +130,8 @@ class ReaderProcess:
 
     def _take(self, header: dict[str, Any], _body: bytes) -> None:
         if "slower" in header:
-            self._downgrades.report(
-                "events", header["slower"], "permit the system call setpriority", subject="priority", is_logged=False
-            )
+            subject = header["subject"]
+            self._downgrades.reporter("events", _REMEDIES[subject], subject=subject)(header["slower"])
             return
         self._untaken -= 1
         self._room.set()

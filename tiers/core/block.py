@@ -85,8 +85,8 @@ class Block:
         self.pins = 0
         self.leases = 0
         """Number of pins that belong to leases."""
-        self.held = False
-        """Whether holds or publications pin the block."""
+        self.held = 0
+        """Number of stores that keep the block pinned between slices, and 1 if holds pin it."""
         self.skip_reason: MissReason | None = None
         """Why a tier did not store the block; None if no tier refused it."""
         self.namespace_index = namespace_index

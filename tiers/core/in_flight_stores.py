@@ -39,7 +39,7 @@ class Store:
     number: int = 0
     """Number of stores that had begun before this one."""
     others: list[Block] = field(default_factory=list)
-    """Pinned blocks of earlier slices of the preparation that need no slot."""
+    """Pinned blocks of earlier slices of the preparation that need no slot. They count as held."""
     failed: Collection[int] | None = None
     """Positions of the blocks not written; None until the client completes the store."""
     completed: int = 0

@@ -172,7 +172,7 @@ class RunningLookup:
         lease: the lease on the hits so far; None if there are none.
         rest: default reason of the further misses, if no further key can be a hit.
         record: the lookup in the request log.
-        prefetch: progress, if the lookup is a prefetch, whose lease ends with it.
+        prefetch: progress, if the lookup is a prefetch, which has no lease.
         conversation: records the looked-up keys; None without a conversation.
     """
 
@@ -243,7 +243,7 @@ class LeaseTable:
         self.leased_bytes: Counter[bytes] = Counter()
         """Bytes of the blocks that leases pin, by the tag of the tenant. A block counts once."""
         self.only_held_bytes: Counter[bytes] = Counter()
-        """Bytes of the blocks that holds pin and no lease, by the tag of the tenant."""
+        """Bytes of the blocks with `Block.held` and without a lease, by the tag of the tenant."""
         self._new_ids = new_ids
 
     def __len__(self) -> int:
@@ -259,7 +259,6 @@ class LeaseTable:
         keys: int,
         now: float,
         record: LookupRecord | None = None,
-        counted: bool = True,
         all_ready: bool = False,
         indices: dict[int, int] | None = None,
     ) -> BlockLease:
@@ -274,7 +273,6 @@ class LeaseTable:
             self._cpu_tier,
             now,
             record=record,
-            counted=counted,
             indices=indices,
         )
         self._leases[lease.id] = lease

@@ -146,14 +146,9 @@ class LookupHandler:
         return lookup.answer()
 
     def run_prefetch(self, lookup: RunningLookup, now: float) -> Operation[PrefetchAnswer]:
-        """Performs a lookup that starts promotions, and counts as no lookup in statistics.
-
-        It has no lease at its end. The promotions that it has started continue.
-        """
+        """Performs a lookup that starts promotions, without a lease. It counts in no statistics."""
         progress = lookup.prefetch = PrefetchProgress()
         yield from self.run(lookup, now)
-        if lookup.lease is not None:
-            self.end([lookup.lease])
         return progress.answer(len(lookup.keys), len(lookup.retries), lookup.not_retained)
 
     def _is_wanted(self, lookup: RunningLookup) -> bool:
@@ -412,6 +407,11 @@ class LookupHandler:
 
     def _grant(self, lookup: RunningLookup, match: LookupMatch, now: float) -> None:
         """Adds the hits to the lookup's lease; grants the lease at the first hit."""
+        if lookup.prefetch is not None:  # it pins only what it loads
+            had_room = self._cpu_tier.has_more_room
+            self._cpu_tier.unpin(list(filter(None, match.items)))
+            self._cpu_tier.has_more_room = had_room  # these blocks could be evicted before
+            return
         lease, expires_at = lookup.lease, now + lookup.lease_seconds
         if lease is None and any(match.items):
             earlier, sources = [None] * lookup.position, bytes(lookup.position)
@@ -423,7 +423,6 @@ class LookupHandler:
                 keys=len(lookup.keys),
                 now=now,
                 record=lookup.record,
-                counted=lookup.prefetch is None,
                 all_ready=True,
             )
         if lease is None:

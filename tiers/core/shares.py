@@ -56,7 +56,7 @@ class PinBudget:
     ) -> None:
         """`leased`: bytes of the blocks that leases pin, by the tag of the tenant.
 
-        `held`: bytes of the blocks that holds pin and no lease. Both count a block once.
+        `held`: bytes of the blocks with `Block.held` and without a lease. Both count a block once.
         """
         self.stored: Counter[bytes] = Counter()
         """Bytes of the slots of stores in flight and in quarantine, by the tag of the tenant."""
@@ -68,15 +68,15 @@ class PinBudget:
         self.held = held
 
     def begin_hold(self, block: Block) -> None:
-        """Called when the first hold pins a block."""
-        block.held = True
-        if not block.leases:
+        """Called when the first hold, or a store that runs in slices, pins a block."""
+        block.held += 1
+        if block.held == 1 and not block.leases:
             self.held[tenant_of(block.namespace)] += block.allocated_bytes
 
     def end_hold(self, block: Block) -> None:
-        """Called when no hold pins a block any more."""
-        block.held = False
-        if not block.leases:
+        """Called when no hold pins a block any more, or at the end of a store's slices."""
+        block.held -= 1
+        if not block.held and not block.leases:
             count_bytes(self.held, tenant_of(block.namespace), -block.allocated_bytes)
 
     def is_over(self, namespace: NamespaceId) -> bool:
@@ -89,6 +89,11 @@ class PinBudget:
     def left_for_leases(self, namespace: NamespaceId) -> int:
         tenant = tenant_of(namespace)
         return min(self.lease_bound(namespace) - self._leased.get(tenant, 0), self._left_for_all(namespace))
+
+    def left_for_slices(self, namespace: NamespaceId) -> int:
+        """Returns how many bytes of present blocks stores may pin more between their slices."""
+        tenant = tenant_of(namespace)
+        return self.lease_bound(namespace) - self._leased.get(tenant, 0) - self.held[tenant]
 
     def left_for_stores(self, namespace: NamespaceId) -> int:
         own = self._bound(namespace, self._part) - self.stored[tenant_of(namespace)]

@@ -81,7 +81,7 @@ class StoreHandler:
     def _prepare_slice(self, preparation: Preparation, keys: Sequence[bytes], now: float, *, more: bool) -> None:
         """Grants slots. `more`: the next slice follows.
 
-        Until the last slice the store pins all blocks of its keys, also those that need no slot.
+        Until the last slice the store also pins blocks that need no slot, as far as the tenant may.
         """
         session, owner, store = preparation.session, preparation.owner, preparation.store
         rank, retain_until, expires_at = session.own_rank(), preparation.retain_until, now + preparation.lease_seconds
@@ -124,7 +124,8 @@ class StoreHandler:
         if store is not None:
             store.expires_at = max(store.expires_at, expires_at)
             self.table.add_blocks(store, granted)
-            store.others += others
+            kept = self._keep(store, others) if more else 0
+            self._unpin(others[kept:])
             preparation.store = store if more else self._end_prepare(store)
         else:
             self._unpin(others)
@@ -159,6 +160,23 @@ class StoreHandler:
         self._cpu_tier.no_room += len(blocks) - count
         return blocks[:count]
 
+    def _keep(self, store: Store, blocks: Sequence[Block]) -> int:
+        """Keeps leading blocks pinned until the last slice of a call; returns their number."""
+        budget, count = self._pin_budget, 0
+        for block in blocks:
+            if budget.is_limited and budget.left_for_slices(block.namespace) < block.allocated_bytes:
+                break
+            budget.begin_hold(block)
+            count += 1
+        store.others += blocks[:count]
+        return count
+
+    def _take_others(self, store: Store) -> list[Block]:
+        others, store.others = store.others, []
+        for block in others:
+            self._pin_budget.end_hold(block)
+        return others
+
     def _begin(self, owner: Owner, rank: int, expires_at: float, request: Request | None, now: float) -> Store:
         if request is not None:
             request.stores += 1
@@ -168,8 +186,7 @@ class StoreHandler:
 
     def _end_prepare(self, store: Store) -> Store | None:
         """Unpins the blocks that need no slot. Ends a store without blocks, and returns None."""
-        others, store.others = store.others, []
-        self._unpin(others)
+        self._unpin(self._take_others(store))
         if store.blocks:
             return store
         self.table.end(store)
@@ -237,8 +254,7 @@ class StoreHandler:
         store.completed += len(blocks)
         if not store.blocks:
             self.table.end(store)
-            others, store.others = store.others, []
-            self._unpin(others)
+            self._unpin(self._take_others(store))
         complete = []
         for number, block in enumerate(blocks, start=first):
             block.writers -= 1
@@ -281,7 +297,7 @@ class StoreHandler:
         self._cpu_tier.unpin(reversed(blocks))
         if not store.blocks:
             self._abandoned.popleft()
-            self._pending_unpins += store.others
+            self._pending_unpins += self._take_others(store)
             self._ended(store)
 
     def _declined(self, found: Sequence[Block], wanted: Iterable[Block], owner: Owner) -> set[Block] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -86,6 +87,38 @@ async def test_the_number_of_subscribers(tmp_path: Path, *, tcp: bool, most: int
         await async_wait_until(lambda: made.readers == most - 1)
         made.connect(SUBSCRIBES)
         await async_wait_until(lambda: made.readers == most)
+
+
+class BusyListener(socket.socket):
+    """Listening socket without a free descriptor for a connection."""
+
+    has_descriptors = False
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if not self.has_descriptors:
+            raise OSError(errno.EMFILE, "too many open files")
+        return super().accept()
+
+
+async def test_connections_that_cannot_be_accepted_are_reported(tmp_path: Path) -> None:
+    """Once for all attempts, and the end when a connection is accepted again."""
+    reports: list[str] = []
+    with BusyListener(socket.AF_UNIX) as listener, contextlib.closing(socket.socket(socket.AF_UNIX)) as peer:
+        server = ReaderServer(1 << 20, 4, report=reports.append)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        server._accept(listener, SubscriberConnection)
+        server._accept(listener, SubscriberConnection)
+        [cause] = reports
+        assert "are not accepted" in cause
+        assert "too many open files" in cause
+        listener.has_descriptors = True
+        peer.connect(str(tmp_path / "s"))
+        await async_wait_until(lambda: bool(server._new))
+        assert reports == [cause, ""]
+        asyncio.get_running_loop().remove_reader(listener)
+        peer.close()
+        await async_wait_until(lambda: not server._all())
 
 
 async def test_an_idle_reader_of_replays_gives_its_place_to_another_one(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from harness.server_process import MIB, ServerProcess
 
 from kvtier.cuda.host.region import HUGE_PAGE_BYTES, RegionError
 from kvtier.server.auth.authenticator import AccessControl
-from kvtier.server.bulk.messages import Listening, encode
+from kvtier.server.bulk.messages import Slower, encode
 from kvtier.server.bulk.supervisor import BulkProcess
 from kvtier.server.config.schema import AuthConfig, Config, TlsConfig
 from kvtier.server.events.reader_process import ReaderProcess
@@ -80,14 +81,23 @@ def unusable_tokens(downgrades: Downgrades, path: Path, _patch: pytest.MonkeyPat
 
 
 def priority_of_streams(downgrades: Downgrades, _path: Path, _patch: pytest.MonkeyPatch) -> None:
-    process = SimpleNamespace(_downgrades=downgrades, _child=None, _port=None, _handover=None)
-    message = encode(Listening("streams may delay calls: not permitted"))
+    process = SimpleNamespace(_downgrades=downgrades)
+    process._report = partial(BulkProcess._report, process)
+    message = encode(Slower("priority", "streams may delay calls: not permitted"))
     BulkProcess._take(process, None, {}, message)  # type: ignore[arg-type]
 
 
 def priority_of_readers(downgrades: Downgrades, _path: Path, _patch: pytest.MonkeyPatch) -> None:
     process = SimpleNamespace(_downgrades=downgrades)
-    ReaderProcess._take(process, {"slower": "readers of events may delay calls"}, b"")  # type: ignore[arg-type]
+    ReaderProcess._take(process, {"slower": "readers of events may delay calls", "subject": "priority"}, b"")  # type: ignore[arg-type]
+
+
+def readers_not_accepted(downgrades: Downgrades, _path: Path, _patch: pytest.MonkeyPatch) -> None:
+    process = SimpleNamespace(_downgrades=downgrades)
+    ReaderProcess._take(process, {"slower": "first", "subject": "accept"}, b"")  # type: ignore[arg-type]
+    ReaderProcess._take(process, {"slower": "", "subject": "accept"}, b"")  # type: ignore[arg-type]
+    assert not downgrades.all()
+    ReaderProcess._take(process, {"slower": "too many open files", "subject": "accept"}, b"")  # type: ignore[arg-type]
 
 
 def unreachable_source(downgrades: Downgrades, _path: Path, _patch: pytest.MonkeyPatch) -> None:
@@ -105,6 +115,7 @@ CASES: list[tuple[str, Provoke, str]] = [
     ("credentials", unusable_tokens, "the previous tokens stay valid"),
     ("streams", priority_of_streams, "streams may delay calls"),
     ("events", priority_of_readers, "readers of events may delay calls"),
+    ("events", readers_not_accepted, "too many open files"),
     ("peers", unreachable_source, "no answer in time"),
 ]
 

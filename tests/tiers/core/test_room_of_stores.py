@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 from core_rig import GRANTED, NO_ROOM, PRESENT, Rig, keys, ready_blocks
-from harness.operations import run_to_end
+from harness.operations import Steps, run_to_end
 from simulation import EXTENT
 
 from kvtier.tiers.base import NamespaceId
@@ -172,6 +172,28 @@ def test_claims_of_ended_holds_pin_a_part() -> None:
             site.claim_and_release(site.alice, str(number))
             published += 1
     assert published == 7
+    assert refused(site.prepare(site.bob, 0, SLOTS // 8)) == 0
+
+
+def test_prefetches_in_slices_pin_no_present_block() -> None:
+    """A tenant repeats prefetches of all of its blocks, so that one is always at its last slice."""
+    site = Site()
+    site.fill()
+    names = keys(*range(SLOTS + 1))
+    prefetch = Steps(site.core.prefetch(site.alice, names, now=0, lease_seconds=600, slice_keys=SLOTS))
+    assert prefetch.step()
+    assert prefetch.step()  # at its last key
+    assert refused(site.prepare(site.bob, 0, SLOTS // 2)) == 0
+
+
+def test_stores_in_slices_leave_room_for_another_tenant() -> None:
+    """A tenant repeats stores of all of its blocks, so that one is always at its last slice."""
+    site = Site()
+    site.fill()
+    names = keys(*range(SLOTS + 1))
+    store = Steps(site.core.prepare_store(site.alice, names, now=0, lease_seconds=600, slice_keys=SLOTS))
+    assert store.step()
+    assert store.step()  # at its last key
     assert refused(site.prepare(site.bob, 0, SLOTS // 8)) == 0
 
 

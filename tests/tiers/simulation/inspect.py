@@ -78,8 +78,14 @@ def leased_bytes(core: TierManager) -> Counter[bytes]:
 
 
 def only_held_bytes(core: TierManager) -> Counter[bytes]:
-    """Returns the bytes of the blocks that holds pin and no lease, by the tag of their tenant."""
+    """Returns the bytes of the held blocks without a lease, by the tag of their tenant."""
     return core._lookups.pin_budget.held
+
+
+def kept(core: TierManager) -> Counter[Block]:
+    """Returns per block how many stores keep it between slices, and 1 more if holds pin it."""
+    open_stores = [*stores(core).values(), *core._stores._abandoned]
+    return Counter(chain(core.handoffs._pins, chain.from_iterable(store.others for store in open_stores)))
 
 
 def granted_bytes(core: TierManager) -> tuple[Counter[bytes], Counter[bytes]]:

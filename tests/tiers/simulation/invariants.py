@@ -62,16 +62,18 @@ def _pins(world: World) -> None:
 
 def _leased(world: World) -> None:
     """Leases, holds and stores of a tenant pin the bytes of their blocks and slots."""
-    leased, only_held = Counter[bytes](), Counter[bytes]()
+    leased, only_held, kept = Counter[bytes](), Counter[bytes](), inside.kept(world.core)
     for block in world.core_view.blocks:
         if not 0 <= block.leases <= block.pins:
             raise Violation(Invariant.LEASED, f"{block.key!r}: {block.leases} leases with {block.pins} pins")
+        if block.held != kept[block]:
+            raise Violation(Invariant.LEASED, f"{block.key!r}: held {block.held} times instead of {kept[block]}")
         if block.leases:
             leased[tenant_of(block.namespace)] += block.allocated_bytes
-        elif block in world.core.handoffs._pins:
+        elif block.held:
             only_held[tenant_of(block.namespace)] += block.allocated_bytes
     if only_held != inside.only_held_bytes(world.core):
-        raise Violation(Invariant.LEASED, "the bytes that only holds pin do not add up")
+        raise Violation(Invariant.LEASED, "the bytes of held blocks do not add up")
     if leased != inside.leased_bytes(world.core):
         raise Violation(Invariant.LEASED, "the bytes that leases pin do not add up")
     granted, found = inside.granted_bytes(world.core)

@@ -90,7 +90,7 @@ class Lookup(Call):
         items = self._items(lookup.lease or lease, start)
         self._check_slice(start, items, is_broken=is_broken, resetting=bool(resetting))
         found = [block for block in items if block is not None]
-        if lookup.lease is None:  # it has ended, because there are too few hits
+        if lookup.lease is None and lookup.prefetch is None:  # there are too few hits
             found = [] if fell_short and not keys else inside.used_since(self.world.core, self.session, keys, clock)
         self._check_room_taken([block for block in found if block.promoting and block not in promoting], turn, place)
         self.actors.used(
@@ -318,10 +318,11 @@ class Prefetch(Lookup):
         )
 
     def step(self) -> bool:
+        self._clock = inside.clock(self.world.core)
         more = super().step()
+        self.world.must(Invariant.OWNERS, self._state.lease is None, "a prefetch has a lease")
         if not more:
             answer = self.answer
-            self._drop_lease()
             counted = answer.present + answer.started + answer.missing + answer.no_room + answer.unanswered
             must, found = self.world.must, answer.present + answer.started
             must(Invariant.FOUND, counted == len(self.keys), f"{answer} for {len(self.keys)} keys")
@@ -329,12 +330,24 @@ class Prefetch(Lookup):
             self.world.saw("promotions by prefetches", bool(answer.started))
         return more
 
+    def _items(self, lease: BlockLease | None, start: int) -> list[Block | None]:
+        """Returns the block of each key that the slice has used."""
+        assert lease is None
+        keys = self.keys[start : self._state.position]
+        used = {block.key: block for block in inside.used_since(self.world.core, self.session, keys, self._clock)}
+        return [used.get(key) for key in keys]
+
     def _count(self, start: int, items: Sequence[Block | None]) -> None:
-        pending = [position for position, block in enumerate(items, start) if block is not None and not block.ready]
-        self._update_record(pending, counted=())
+        pass
+
+    def _check_slice(self, start: int, items: Sequence[Block | None], *, is_broken: bool, resetting: bool) -> None:
+        must, namespace = self.world.must, self.session.namespace.id
+        old = self.world.ledger.gone.get(namespace, set())
+        must(Invariant.RESET, old.isdisjoint(items), "a block of before the reset is prefetched")
+        must(Invariant.RESET, not resetting or not any(items), "a prefetch has hits during a reset")
 
     def _check_part(self, before: int) -> None:
-        """The lease of a prefetch is short, and is not limited."""
+        """A prefetch pins only what it loads."""
 
     def _end(self) -> None:
         pass

@@ -64,11 +64,12 @@ def mutated(mutant: Mutant) -> str:
 
 
 def planted(mutant: Mutant | None, folder: Path) -> Path:
-    """Copies the core into a folder, with the bug if there is one; returns the import path."""
+    """Copies the core, with the bug if there is one, and its imports; returns the path."""
     package = folder / "kvtier"
     package.mkdir()
     shutil.copy(PACKAGE / "__init__.py", package)
-    shutil.copytree(PACKAGE / "tiers", package / "tiers", ignore=shutil.ignore_patterns("__pycache__"))
+    for part in ("protos", "tiers"):
+        shutil.copytree(PACKAGE / part, package / part, ignore=shutil.ignore_patterns("__pycache__"))
     if mutant is not None:
         (package / "tiers" / mutant.file).write_text(mutated(mutant))
     return folder

@@ -694,8 +694,8 @@ MUTANTS = (
         "a completion leaves the pins of blocks without a slot",
         Invariant.PINS,
         "core/stores.py",
-        "            others, store.others = store.others, []\n            self._unpin(others)\n        complete = []",
-        "            store.others = []\n        complete = []",
+        "            self._unpin(self._take_others(store))\n        complete = []",
+        "            self._take_others(store)\n        complete = []",
     ),
     Mutant(
         "a store ends during its completion",
