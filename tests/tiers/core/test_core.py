@@ -1,5 +1,7 @@
 """The decision core, event by event."""
 
+from dataclasses import replace
+
 import pytest
 from core_rig import GRANTED, HIT, MISS, NO_ROOM, PENDING, PRESENT, SPEC, Rig, keys, ready_blocks
 from simulation import EXTENT, ModelTier
@@ -420,6 +422,21 @@ def test_a_late_completion_frees_and_publishes_nothing() -> None:
     rig.core.writer_done(rig.session, answer.store_id)
     assert rig.core.stats().quarantined_bytes == 0
     assert rig.look_up(keys(0)) == MISS
+
+
+@pytest.mark.parametrize(("engine", "space"), [("other", SPEC.id), ("engine", NamespaceId(b"another tenant: " * 2))])
+def test_another_engine_cannot_end_a_quarantine(engine: str, space: NamespaceId) -> None:
+    """The owner may still write to the slots, also if another engine says that the write has ended."""
+    rig = Rig()
+    other = rig.open(engine, replace(SPEC, id=space))
+    answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=5)
+    rig.core.tick(6)
+    assert answer.store_id is not None
+    assert not rig.core.store_handler.table.is_quarantined(answer.store_id, other.engine)
+    rig.core.writer_done(other, answer.store_id)
+    assert rig.core.stats().quarantined_bytes == 4096
+    rig.core.writer_done(rig.session, answer.store_id)
+    assert rig.core.stats().quarantined_bytes == 0
 
 
 def test_a_second_completion_is_refused() -> None:
