@@ -242,7 +242,7 @@ def test_a_store_that_has_ended_when_its_stream_breaks(script: Script) -> None:
 
 
 def test_a_store_of_some_keys_that_has_ended_when_its_stream_breaks(script: Script) -> None:
-    """The second store has the keys, statuses and bytes of the blocks that the server still lacks."""
+    """The second store has the keys and bytes of the blocks that the server still lacks."""
     keys, sent = [key_of(number) for number in range(6)], bytearray()
     first, second = granted(PRESENT, GRANTED, NO_ROOM, GRANTED, GRANTED, GRANTED), granted(NO_ROOM, PRESENT, GRANTED)
     lost = LeaseLost("no such store", "STORE_NOT_FOUND")

@@ -258,7 +258,7 @@ def test_a_partly_failed_promotion_keeps_loaded_blocks() -> None:
 
 @pytest.mark.parametrize("ends", [0, 1, 2])
 def test_items_of_a_lease_are_counted_while_it_lasts(ends: int) -> None:
-    """`ends`: the lease ends before its loads, between them or after them. Nothing stays counted."""
+    """`ends`: the lease ends before its loads, after them or when it expires."""
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store_in_all_tiers(keys(0, 1, 2))
     rig.store_in_all_tiers(keys(*range(100, 116)))
@@ -449,7 +449,7 @@ def test_a_late_completion_frees_and_publishes_nothing() -> None:
 
 @pytest.mark.parametrize(("engine", "space"), [("other", SPEC.id), ("engine", NamespaceId(b"another tenant: " * 2))])
 def test_another_engine_cannot_end_a_quarantine(engine: str, space: NamespaceId) -> None:
-    """The owner may still write to the slots, also if another engine says that the write has ended."""
+    """The owner may still write to the slots, although another engine says that it has ended."""
     rig = Rig()
     other = rig.open(engine, replace(SPEC, id=space))
     answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=5)

@@ -35,7 +35,7 @@ def complete(rig: Rig, store_id: StoreId, most: int) -> None:
 
 @pytest.mark.parametrize("done", range(4))
 def test_a_store_whose_completion_has_begun_does_not_expire(done: int) -> None:
-    """The client has ended its writes in time. The slices that are left publish the other blocks."""
+    """The client has ended its writes in time, so the other slices publish their blocks."""
     rig = Rig()
     store_id = prepare(rig, keys(*range(8)), 8)
     assert store_id is not None
