@@ -14,6 +14,7 @@ from harness.payloads import key_of, namespace_of
 from kvtier.client.effects import Call, Connect, Pull, Push
 from kvtier.client.errors import DeadlineExceeded, KVTierError, LeaseLost, LimitExceeded, NotConnected, SessionLost
 from kvtier.client.operations import Operations
+from kvtier.client.operations.base import key_fields
 from kvtier.client.results import HandoffDirection, HoldName, KeyStatus, StoreStatus
 from kvtier.client.session.session import ClientSession
 from kvtier.client.timeouts import Timeouts
@@ -238,6 +239,30 @@ def test_a_store_that_has_ended_when_its_stream_breaks(script: Script) -> None:
     first, again = (each.request for each in script.effects if getattr(each, "method", "").endswith("PrepareStore"))
     assert again.grant_id > first.grant_id
     assert (again.request_id, again.retain_for.seconds) == ("r", 4)
+
+
+def test_a_store_of_some_keys_that_has_ended_when_its_stream_breaks(script: Script) -> None:
+    """The second store has the keys and bytes of the blocks that the server still lacks."""
+    keys, sent = [key_of(number) for number in range(6)], bytearray()
+    first, second = granted(PRESENT, GRANTED, NO_ROOM, GRANTED, GRANTED, GRANTED), granted(NO_ROOM, PRESENT, GRANTED)
+    lost = LeaseLost("no such store", "STORE_NOT_FOUND")
+
+    def receive(push: Push) -> transfer_pb2.PushResponse:
+        for frame in push.frames():
+            sent.extend(frame.payload)
+        return pushed(PART, completed=True)
+
+    with ExitStack() as held:
+        writing = script.perform(script.operations.begin_write(held, keys, request_id=""), first)
+        writing.batch.memory[: 4 * PART] = b"".join(bytes([number]) * PART for number in (1, 3, 4, 5))
+        writing.batch.failed.add(0)  # the block of the second key
+        results = [BROKEN, lost, cache_pb2.WithdrawGrantsResponse(), second, receive]
+        script.perform(script.operations.end_write(writing), *results)
+    assert writing.batch.statuses == bytes([PRESENT, GRANTED, NO_ROOM, NO_ROOM, GRANTED, GRANTED])
+    assert sent == bytes([5]) * PART
+    again = [each.request for each in script.effects if getattr(each, "method", "").endswith("PrepareStore")][1]
+    named = key_fields(script.session, keys[3:])
+    assert {name: getattr(again, name) for name in named} == named
 
 
 def test_a_stream_does_not_complete_a_store_with_failed_blocks(script: Script) -> None:

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -485,3 +486,36 @@ def test_another_version_or_processor_has_another_namespace(
     before = engine_attributes(torch.device("cpu"))
     monkeypatch.setattr(module, name, (lambda: "other") if name.startswith("get") else "0.0")
     assert engine_attributes(torch.device("cpu")) != before
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (torch, "get_default_dtype", lambda: torch.float64),
+        (torch, "are_deterministic_algorithms_enabled", lambda: None),
+        *((torch.backends.cuda, f"{kind}_sdp_enabled", lambda: None) for kind in ("flash", "mem_efficient", "math")),
+        (torch.backends.cuda, "cudnn_sdp_enabled", lambda: None),
+        (model_identity, "_precisions", lambda: ["other"]),
+    ],
+)
+def test_each_setting_of_torch_counts(module: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them may choose another kernel, so KV that was computed under it is kept apart."""
+    before = model_identity.run_settings(torch.device("cpu"))
+    monkeypatch.setattr(module, name, value)
+    assert model_identity.run_settings(torch.device("cpu")) != before
+
+
+_SWITCHES = {
+    "mkldnn": ("enabled", "fp32_precision", "matmul", "conv"),
+    "cudnn": ("allow_tf32", "conv"),
+}
+
+
+@pytest.mark.parametrize("name", ["mkldnn.enabled", "cudnn.allow_tf32"])
+def test_each_switch_of_a_back_end_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, switch = name.split(".")
+    before = model_identity.run_settings(torch.device("cpu"))
+    backend = SimpleNamespace(**{each: getattr(getattr(torch.backends, module), each) for each in _SWITCHES[module]})
+    setattr(backend, switch, not getattr(backend, switch))
+    monkeypatch.setattr(torch.backends, module, backend)
+    assert model_identity.run_settings(torch.device("cpu")) != before

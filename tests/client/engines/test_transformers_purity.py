@@ -611,6 +611,23 @@ def test_hooks_beside_the_named_ones_stop_the_cache(model: Any, server: FakeServ
             assert cache.last_hit.tokens == 0
 
 
+@pytest.mark.parametrize("module", ["transformers", "transformers.utils", "transformers.utils.output_capturing.other"])
+def test_only_hooks_of_transformers_that_record_outputs_are_accepted(
+    model: Any, server: FakeServer, module: str
+) -> None:
+    """Other hooks of the library may change the KV."""
+
+    def changes(*arguments: Any) -> Any:
+        return arguments[2] * 0.5
+
+    changes.__module__ = module
+    model.model.layers[0].mlp.register_forward_hook(changes)
+    with _cache(model, server) as cache:
+        _kept(cache)
+        _kept(cache)
+        assert cache.last_hit.tokens == 0
+
+
 def test_a_replaced_attention_function_is_noticed(model: Any, cache: KVTierCache) -> None:
     original = ALL_ATTENTION_FUNCTIONS["sdpa"]
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
+import mmap
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +18,7 @@ import pytest
 from kvtier.client.effects import Pull, Push
 from kvtier.client.errors import DeadlineExceeded, KVTierError, NotConnected, SessionLost
 from kvtier.client.part_streams import PartReceiver, PartSender
-from kvtier.client.session.session import ClientSession
+from kvtier.client.session.session import AttachError, Attachment, ClientSession
 from kvtier.client.session.socket_calls import SocketCalls, SocketTarget
 from kvtier.client.transport.socket_calls_aio import AsyncSocketCalls
 from kvtier.client.transport.socket_streams import SocketStreams
@@ -178,6 +181,16 @@ def test_a_second_answer_to_a_call(peer: Callable[..., SocketTarget], *, in_loop
     assert all(isinstance(each, bytes | SessionLost) for each in outcomes)
 
 
+@contextlib.contextmanager
+def memory_file() -> Iterator[int]:
+    """Returns the descriptor of a sealed file in memory, of one page."""
+    descriptor = os.memfd_create("region", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, mmap.PAGESIZE)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    yield descriptor
+    os.close(descriptor)
+
+
 def test_a_hello_with_the_answer_to_another_one(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         address = str(tmp_path / "peer.sock")
@@ -198,6 +211,30 @@ def test_a_hello_with_the_answer_to_another_one(tmp_path: Path) -> None:
         with pytest.raises(ConnectionError, match="instead of"):
             target.connect(frames.Purpose.CALLS, SOON)
         assert called(target, [SOON], in_loop=True) == [None]
+        thread.join()
+
+
+@pytest.mark.parametrize("step", [0, *WRONG])
+def test_a_region_with_the_answer_to_another_hello(tmp_path: Path, step: int) -> None:
+    """The client maps no region that came with the answer to another hello."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, memory_file() as region:
+        address = str(tmp_path / "peer.shm")
+        listener.bind(address)
+        listener.listen()
+
+        def serve() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                hello = frames.unpack_hello(sock.recv(frames.HELLO_BYTES, socket.MSG_WAITALL))
+                answer = frames.pack_region_answer((hello.number + step) % (1 << 64), mmap.PAGESIZE)
+                socket.send_fds(sock, [answer], [region])
+                sock.recv(1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        target = SocketTarget(address, REF, Credentials(), is_chosen=True)
+        with contextlib.nullcontext() if step == 0 else pytest.raises(AttachError, match="instead of"):
+            Attachment.connect(target, address).close()
         thread.join()
 
 

@@ -1,5 +1,7 @@
 """The decision core, event by event."""
 
+from dataclasses import replace
+
 import pytest
 from core_rig import GRANTED, HIT, MISS, NO_ROOM, PENDING, PRESENT, SPEC, Rig, keys, ready_blocks
 from harness.operations import run_to_end
@@ -7,7 +9,7 @@ from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
 from kvtier.tiers.core.commands import ContinueWork, LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier
-from kvtier.tiers.core.leases import LEASE_COST
+from kvtier.tiers.core.leases import LEASE_COST, PENDING_COST
 from kvtier.tiers.core.lookups import MAX_LEASED_ITEMS
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.errors import (
@@ -265,6 +267,29 @@ def test_a_partly_failed_promotion_keeps_loaded_blocks() -> None:
     assert rig.core.take_commands() == [LeaseSettled(lease.id)], "no second promotion of it"
 
 
+@pytest.mark.parametrize("ends", [0, 1, 2])
+def test_items_of_a_lease_are_counted_while_it_lasts(ends: int) -> None:
+    """`ends`: the lease ends before its loads, after them or when it expires."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    rig.store_in_all_tiers(keys(0, 1, 2))
+    rig.store_in_all_tiers(keys(*range(100, 116)))
+    lease = rig.core.lookup(rig.session, keys(0, 1, 2), prefix=True, request_id="", expires_at=60).lease
+    (job,) = (command for command in rig.core.take_commands() if isinstance(command, LoadFromTier))
+    counted, space = rig.core._lookups.leases, rig.session.namespace.id
+    assert lease is not None
+    assert counted.items_of_tenant(space) == LEASE_COST + (1 + PENDING_COST) * 3
+    if ends == 0:
+        rig.core.release(rig.session, lease.id)
+    rig.core.job_finished(job.job_id, [Outcome.DONE, Outcome.CORRUPT, Outcome.FAILED])
+    if ends == 1:
+        assert counted.items_of_tenant(space) == LEASE_COST + 3
+        assert (lease.hits, lease.found) == (1, 3)
+        rig.core.release(rig.session, lease.id)
+    elif ends == 2:
+        rig.core.tick(61)
+    assert not counted.items_of_tenant(space)
+
+
 def test_a_promotion_without_space_is_a_miss() -> None:
     """B3.16: the CPU tier is full of pinned blocks."""
     rig = Rig(ModelTier("near", 1 << 20))
@@ -435,6 +460,21 @@ def test_a_late_completion_frees_and_publishes_nothing() -> None:
     assert rig.look_up(keys(0)) == MISS
 
 
+@pytest.mark.parametrize(("engine", "space"), [("other", SPEC.id), ("engine", NamespaceId(b"another tenant: " * 2))])
+def test_another_engine_cannot_end_a_quarantine(engine: str, space: NamespaceId) -> None:
+    """The owner may still write to the slots, although another engine says that it has ended."""
+    rig = Rig()
+    other = rig.open(engine, replace(SPEC, id=space))
+    answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=5)
+    rig.core.tick(6)
+    assert answer.store_id is not None
+    assert not rig.core.store_handler.table.is_quarantined(answer.store_id, other.engine)
+    rig.core.writer_done(other, answer.store_id)
+    assert rig.core.stats().quarantined_bytes == 4096
+    rig.core.writer_done(rig.session, answer.store_id)
+    assert rig.core.stats().quarantined_bytes == 0
+
+
 def test_a_second_completion_is_refused() -> None:
     """B3.14: exactly once; the block stays unchanged."""
     rig = Rig()
@@ -443,6 +483,19 @@ def test_a_second_completion_is_refused() -> None:
     with pytest.raises(StoreNotFound):
         run_to_end(rig.core.complete_store(rig.session, answer.store_id, failed=[0]))
     assert rig.look_up(keys(0)) == HIT
+
+
+def test_a_completion_in_slices_is_not_begun_again() -> None:
+    """Between two slices a second completion cannot change which blocks have failed."""
+    rig = Rig()
+    answer = rig.core.prepare_store(rig.session, keys(0, 1), request_id="", expires_at=5)
+    assert answer.store_id is not None
+    store = rig.core.store_handler.begin_completion(rig.session, answer.store_id)
+    assert rig.core.store_handler.complete_slice(store, 1)
+    with pytest.raises(StoreNotFound):
+        rig.core.store_handler.begin_completion(rig.session, answer.store_id, failed=[0])
+    assert not rig.core.store_handler.complete_slice(store, 1)
+    assert rig.look_up(keys(0, 1)) == HIT * 2
 
 
 def test_leases_expire_unless_renewed() -> None:

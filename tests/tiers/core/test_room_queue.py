@@ -147,6 +147,19 @@ def test_tenants_take_turns() -> None:
     assert order.index(4) <= 1
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_only_the_head_gives_up_its_turn(number: int) -> None:
+    """A waiter behind the head changes nothing if it yields."""
+    crowd, holder, lookups = crowd_of([ALICE, BOB, ALICE, BOB])
+    waiters = [lookup.waiter for lookup in lookups if lookup.waiter is not None]
+    crowd.room.yield_turn(waiters[number])
+    crowd.run()
+    head = [crowd.room.may_take(waiter.namespace, waiter) for waiter in waiters]
+    assert head == [True, False, False, False]
+    assert not crowd.offered
+    crowd.end(holder)
+
+
 def test_a_lookup_without_a_wait_takes_no_room_of_a_waiter() -> None:
     """Its blocks are misses, and the room goes to the lookup that waits."""
     crowd, holder, [lookup] = crowd_of([ALICE])

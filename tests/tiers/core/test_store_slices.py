@@ -25,6 +25,22 @@ def complete(rig: Rig, store_id: StoreId, most: int) -> None:
     run_to_end(rig.core.complete_store(rig.session, store_id, slice_blocks=most))
 
 
+@pytest.mark.parametrize("done", range(4))
+def test_a_store_whose_completion_has_begun_does_not_expire(done: int) -> None:
+    """The client has ended its writes in time, so the other slices publish their blocks."""
+    rig = Rig()
+    store_id = prepare(rig, keys(*range(8)), 8)
+    assert store_id is not None
+    store = rig.core.store_handler.begin_completion(rig.session, store_id)
+    for _ in range(done):
+        assert rig.core.store_handler.complete_slice(store, 2)
+    rig.core.tick(2 * FAR)
+    while rig.core.store_handler.complete_slice(store, 2):
+        pass
+    assert rig.look_up(keys(*range(8))) == HIT * 8
+    assert not rig.core.stats().quarantined_bytes
+
+
 @pytest.mark.parametrize("request_id", ["", "mine"])
 def test_the_head_of_a_sliced_store_is_evicted_last(request_id: str) -> None:
     """With and without a request id, the tail of the store is evicted first (B4.9)."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
+import pytest
 from connector_fakes import UNKNOWN_ADAPTER, FakeClient, make_request, make_step, scheduler_side
 from harness.polling import stays, wait_until
 
@@ -109,6 +111,22 @@ def test_a_load_is_sent_although_the_saves_of_its_step_cannot_be_planned() -> No
         (save,) = scheduler.build_step(make_step({"running": [[4, 5]]}, running=8)).saves
         assert save.block_ids == [4, 5]
         scheduler.saves_reported(WorkerReport({save.job_id: 1}))
+
+
+@pytest.mark.parametrize("method", ["preempted", "plan_saves"])
+@pytest.mark.parametrize("error", [KeyError, RuntimeError, ValueError, TypeError, AssertionError, AttributeError])
+def test_a_load_is_sent_after_each_error_in_the_plan_of_saves(
+    monkeypatch: pytest.MonkeyPatch, method: str, error: type[Exception]
+) -> None:
+    client = FakeClient({make_key(bytes([number]) * 32, 0) for number in range(2)})
+    with scheduler_side(client) as (scheduler, _):
+        request = make_request(3)
+        scheduler.new_request(request)
+        wait_until(lambda: scheduler.matched_tokens(request, 0) == (8, True))
+        scheduler.blocks_allocated(request, [[7, 8, 9]], 8)
+        monkeypatch.setattr(scheduler._core, method, Mock(side_effect=error("broken")))
+        (load,) = scheduler.build_step(make_step({})).loads
+        assert load.request_id == "r"
 
 
 def test_a_preempted_request_offers_its_blocks_anew() -> None:
