@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from core_rig import GRANTED, HIT, MISS, NO_ROOM, PENDING, PRESENT, SPEC, Rig, keys, ready_blocks
-from harness.operations import run_to_end
+from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
@@ -273,7 +273,7 @@ def test_items_of_a_lease_are_counted_while_it_lasts(ends: int) -> None:
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store_in_all_tiers(keys(0, 1, 2))
     rig.store_in_all_tiers(keys(*range(100, 116)))
-    lease = rig.core.lookup(rig.session, keys(0, 1, 2), prefix=True, request_id="", expires_at=60).lease
+    lease = run_to_end(rig.core.lookup(rig.session, keys(0, 1, 2), now=0, lease_seconds=60)).lease
     (job,) = (command for command in rig.core.take_commands() if isinstance(command, LoadFromTier))
     counted, space = rig.core._lookups.leases, rig.session.namespace.id
     assert lease is not None
@@ -465,7 +465,7 @@ def test_another_engine_cannot_end_a_quarantine(engine: str, space: NamespaceId)
     """The owner may still write to the slots, although another engine says that it has ended."""
     rig = Rig()
     other = rig.open(engine, replace(SPEC, id=space))
-    answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=5)
+    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0), now=0, lease_seconds=5))
     rig.core.tick(6)
     assert answer.store_id is not None
     assert not rig.core.store_handler.table.is_quarantined(answer.store_id, other.engine)
@@ -488,13 +488,14 @@ def test_a_second_completion_is_refused() -> None:
 def test_a_completion_in_slices_is_not_begun_again() -> None:
     """Between two slices a second completion cannot change which blocks have failed."""
     rig = Rig()
-    answer = rig.core.prepare_store(rig.session, keys(0, 1), request_id="", expires_at=5)
+    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0, 1), now=0, lease_seconds=5))
     assert answer.store_id is not None
-    store = rig.core.store_handler.begin_completion(rig.session, answer.store_id)
-    assert rig.core.store_handler.complete_slice(store, 1)
+    completion = Steps(rig.core.complete_store(rig.session, answer.store_id, slice_blocks=1))
+    assert completion.step()
+    assert completion.step()
     with pytest.raises(StoreNotFound):
-        rig.core.store_handler.begin_completion(rig.session, answer.store_id, failed=[0])
-    assert not rig.core.store_handler.complete_slice(store, 1)
+        run_to_end(rig.core.complete_store(rig.session, answer.store_id, failed=[0]))
+    completion.finish()
     assert rig.look_up(keys(0, 1)) == HIT * 2
 
 

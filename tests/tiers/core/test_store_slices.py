@@ -31,12 +31,11 @@ def test_a_store_whose_completion_has_begun_does_not_expire(done: int) -> None:
     rig = Rig()
     store_id = prepare(rig, keys(*range(8)), 8)
     assert store_id is not None
-    store = rig.core.store_handler.begin_completion(rig.session, store_id)
-    for _ in range(done):
-        assert rig.core.store_handler.complete_slice(store, 2)
+    completion = Steps(rig.core.complete_store(rig.session, store_id, slice_blocks=2))
+    for _ in range(done + 1):
+        assert completion.step()
     rig.core.tick(2 * FAR)
-    while rig.core.store_handler.complete_slice(store, 2):
-        pass
+    completion.finish()
     assert rig.look_up(keys(*range(8))) == HIT * 8
     assert not rig.core.stats().quarantined_bytes
 
