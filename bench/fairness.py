@@ -32,6 +32,7 @@ from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2, conversation_pb2, handoff_pb2, session_pb2
 from kvtier.protos.v1.admin_pb2_grpc import AdminServiceStub
 from kvtier.protos.v1.session_pb2_grpc import SessionServiceStub
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.protos.wire.socket_frames import HEAD_BYTES, Purpose, next_call_number, pack_call, pack_hello, unpack_head
 from kvtier.server.commands.admin_client import ask, follow
 
@@ -178,7 +179,7 @@ class Flood:
 
     def _open(self) -> common_pb2.SessionRef:
         request = session_pb2.OpenRequest(
-            protocol_version=1, client_name="flood", engine_id=f"flood-{len(self._streams)}", namespace=self._namespace
+            protocol_version=2, client_name="flood", engine_id=f"flood-{len(self._streams)}", namespace=self._namespace
         )
         self._streams.append(SessionServiceStub(self._channel).Open(request))
         ref: common_pb2.SessionRef = next(self._streams[-1]).session
@@ -186,18 +187,22 @@ class Flood:
 
     def lookups(self, connections: int = CONNECTIONS) -> None:
         self._repeat(
-            "CacheService/Lookup", cache_pb2.LookupRequest(session=self._ref, keys=self._keys[:1]), connections
+            "CacheService/Lookup",
+            cache_pb2.LookupRequest(session=self._ref, keys=pack_keys(self._keys[:1])),
+            connections,
         )
 
     def lookups_of_256_keys(self) -> None:
-        self._repeat("CacheService/Lookup", cache_pb2.LookupRequest(session=self._ref, keys=self._keys, mode=2))
+        self._repeat(
+            "CacheService/Lookup", cache_pb2.LookupRequest(session=self._ref, keys=pack_keys(self._keys), mode=2)
+        )
 
     def flushes_of_256_keys(self) -> None:
-        self._repeat("CacheService/Flush", cache_pb2.FlushRequest(session=self._ref, keys=self._keys))
+        self._repeat("CacheService/Flush", cache_pb2.FlushRequest(session=self._ref, keys=pack_keys(self._keys)))
 
     def holds_of_256_keys(self) -> None:
         request = handoff_pb2.PublishHoldRequest(
-            session=self._ref, request_id="r", keys=self._keys, positions=range(FLOOD_KEYS), num_tokens=1
+            session=self._ref, request_id="r", keys=pack_keys(self._keys), positions=range(FLOOD_KEYS), num_tokens=1
         )
         self._repeat("HandoffService/PublishHold", request)
 
@@ -221,7 +226,7 @@ class Flood:
     def lists_of_conversations(self) -> None:
         for number in range(100):
             begin = cache_pb2.BeginRequestRequest(
-                session=self._ref, request_id=f"{number}", keys=self._keys, conversation_id=f"{number}"
+                session=self._ref, request_id=f"{number}", keys=pack_keys(self._keys), conversation_id=f"{number}"
             )
             self._channel.unary_unary(
                 "/kvtier.v1.CacheService/BeginRequest",
@@ -234,11 +239,13 @@ class Flood:
 
     def single_bytes(self) -> None:
         """Sends a request byte by byte."""
-        self._repeat("CacheService/Lookup", cache_pb2.LookupRequest(session=self._ref, keys=self._keys), piece=1)
+        self._repeat(
+            "CacheService/Lookup", cache_pb2.LookupRequest(session=self._ref, keys=pack_keys(self._keys)), piece=1
+        )
 
     def lookups_of_many_sessions(self) -> None:
         refs = [self._open() for _ in range(SESSIONS)]
-        requests = [cache_pb2.LookupRequest(session=ref, keys=self._keys, mode=2) for ref in refs]
+        requests = [cache_pb2.LookupRequest(session=ref, keys=pack_keys(self._keys), mode=2) for ref in refs]
         _repeat_on(
             [
                 (self._connect(ref), b"CacheService/Lookup", request.SerializeToString())
@@ -248,7 +255,7 @@ class Flood:
         )
 
     def lookups_over_grpc(self) -> None:
-        message = cache_pb2.LookupRequest(session=self._ref, keys=self._keys, mode=2).SerializeToString()
+        message = cache_pb2.LookupRequest(session=self._ref, keys=pack_keys(self._keys), mode=2).SerializeToString()
         self._repeat_over_grpc("kvtier.v1.CacheService/Lookup", message)
 
     def health_checks(self) -> None:

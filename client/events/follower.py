@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...protos.v1 import common_pb2, events_pb2
+from ...protos.v1 import events_pb2
 from ...protos.wire.block_contents import BlockContent, unpack_contents
-from ...protos.wire.packed_keys import unpack_keys
+from ...protos.wire.packed_keys import unpack_key_list
 from .known_blocks import KnownBlocks
 
 __all__ = ["BlockFollower", "HeldChange"]
@@ -70,8 +70,7 @@ def _removed(found: Iterable[tuple[str, list[bytes]]]) -> Iterator[HeldChange]:
 
 
 def _keys_of(event: events_pb2.BlockEvent) -> list[bytes]:
-    packed: common_pb2.PackedKeys = event.keys
-    return unpack_keys(packed.keys, packed.key_bytes) if packed.keys else []
+    return unpack_key_list(event.keys)
 
 
 def _contents_of(event: events_pb2.BlockEvent, keys: Sequence[bytes]) -> dict[bytes, BlockContent]:

@@ -18,6 +18,7 @@ from ...cuda.host.copy import HostBuffer, addresses_of
 from ...cuda.host.pinning import Pin
 from ...protos.durations import duration_of
 from ...protos.v1 import cache_pb2, common_pb2
+from ...protos.wire.packed_keys import pack_keys
 from ..effects import Call, Connect, Operation, Transport
 from ..errors import InvalidRequest, KVTierError, ServerError, SessionLost, Unavailable
 from ..namespace import Namespace
@@ -32,9 +33,9 @@ __all__ = [
     "as_json",
     "consecutive",
     "duration",
-    "key_fields",
     "member",
     "message",
+    "packed",
 ]
 
 
@@ -76,7 +77,7 @@ class SessionOperations:
             cache_pb2.PrepareStoreRequest,
             session=session.ref,
             request_id=request_id,
-            **key_fields(session, keys),
+            keys=packed(keys),
             retain_for=duration("retain_for", retain_for),
             grant_id=grant_id,
         )
@@ -218,18 +219,12 @@ def message(make: type[M], **fields: Any) -> M:
         raise InvalidRequest(str(error)) from error
 
 
-def key_fields(session: ClientSession, keys: Sequence[bytes]) -> dict[str, Any]:
-    """Returns the request fields for keys: packed if the server allows it and lengths match."""
+def packed(keys: Sequence[bytes]) -> common_pb2.PackedKeys:
+    """Returns the request field for keys; raises `InvalidRequest` for values that are no keys."""
     try:
-        lengths = set(map(len, keys)) if session.packs_keys else set()
-        if len(lengths) == 1 and (length := lengths.pop()):
-            packed = b"".join(keys)
-            if len(packed) != length * len(keys):
-                raise InvalidRequest("keys must be bytes, not views with larger items")
-            return {"packed_keys": common_pb2.PackedKeys(keys=packed, key_bytes=length)}
-    except (TypeError, ValueError) as error:
+        return pack_keys(keys)
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"keys must be bytes: {error}") from error
-    return {"keys": keys}
 
 
 def member(kind: type[E], value: object, name: str) -> E:

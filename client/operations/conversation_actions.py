@@ -8,7 +8,7 @@ from ...protos.v1 import conversation_pb2
 from ..effects import Call, Operation
 from ..results import BlocksInTier, ConversationAction, ConversationInfo, ConversationPage, ConversationResult
 from ..timeouts import check_seconds
-from .base import duration, member, message
+from .base import duration, member, message, packed
 
 __all__ = ["ConversationOperations"]
 
@@ -40,7 +40,7 @@ class ConversationOperations:
             retain_for=duration("retain_for", retain_for),
             last_key=last_key,
             namespace_id=namespace_id,
-            keys=keys,
+            keys=packed(keys) if keys else None,
         )
         answer = yield Call("ConversationService/ActOnConversation", request, self._timeout)
         return ConversationResult(

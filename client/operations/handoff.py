@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ...protos.v1 import handoff_pb2
+from ...protos.wire.packed_keys import unpack_key_list
 from ..effects import Connect, Operation
+from ..errors import ServerError
 from ..results import (
     HandoffDirection,
     HoldInfo,
@@ -17,7 +19,7 @@ from ..results import (
     PublishStatus,
 )
 from ..session.session import ClientSession
-from .base import Base, duration, member, message
+from .base import Base, duration, member, message, packed
 
 __all__ = ["HandoffOperations"]
 
@@ -41,7 +43,7 @@ class HandoffOperations(Base):
             "HandoffService/PublishHold",
             request_id=request_id,
             direction=int(member(HandoffDirection, direction, "direction")),
-            keys=keys,
+            keys=packed(keys),
             positions=positions,
             num_tokens=num_tokens,
             duration=duration("hold_for", hold_for),
@@ -72,13 +74,17 @@ class HandoffOperations(Base):
             grant_id=self._new_grant(),
         )
         answer = yield from self._call_granting(session, request.grant_id, "HandoffService/ClaimHold", request, wait)
+        try:
+            keys = unpack_key_list(answer.keys)
+        except ValueError as error:
+            raise ServerError(f"the answer has malformed keys: {error}") from error
         statuses: bytes = answer.statuses
         return LookupResult(
             id=answer.lease_id,
             statuses=statuses,
             prefix_hits=len(statuses) - len(statuses.lstrip(bytes([KeyStatus.HIT]))),
             request_id=request_id,
-            keys=answer.keys,
+            keys=keys,
             session=session,
             source_indices=bytes(len(statuses)),
             hold=HoldInfo(

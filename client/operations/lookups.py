@@ -22,7 +22,7 @@ from ..results import (
     TierVote,
 )
 from ..session.session import ClientSession
-from .base import Grant, SessionOperations, as_json, duration, key_fields, member, message
+from .base import Grant, SessionOperations, as_json, duration, member, message, packed
 
 __all__ = ["LookupOperations", "lease_id_of"]
 
@@ -52,7 +52,7 @@ class LookupOperations(SessionOperations):
             cache_pb2.BeginRequestRequest,
             session=session.ref,
             request_id=request_id,
-            **key_fields(session, keys),
+            keys=packed(keys),
             mode=lookup_mode(prefix),
             prompt_tokens=prompt_tokens,
             priority=priority,
@@ -97,7 +97,7 @@ class LookupOperations(SessionOperations):
             cache_pb2.LookupRequest,
             session=session.ref,
             request_id=request_id,
-            **key_fields(session, keys),
+            keys=packed(keys),
             mode=lookup_mode(prefix),
             wait=duration("wait", wait),
             lease_duration=duration("lease", lease),
@@ -126,7 +126,7 @@ class LookupOperations(SessionOperations):
             cache_pb2.PrefetchRequest,
             session=session.ref,
             request_id=request_id,
-            **key_fields(session, keys),
+            keys=packed(keys),
             wait=duration("wait", wait),
             exclude=tier_filter(exclude),
             retain_for=duration("retain_for", retain_for),

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ...cuda.host.copy import HostBuffer, address_of, copy_batch
-from ...protos.v1 import cache_pb2, common_pb2, events_pb2, transfer_pb2
+from ...protos.v1 import cache_pb2, events_pb2, transfer_pb2
 from ...protos.wire.block_contents import BlockContent, pack_contents
 from ...protos.wire.packed_keys import unpack_offsets
 from ...protos.wire.part_sequence import FRAME_BYTES
@@ -17,7 +17,7 @@ from ..part_streams import ATTEMPTS, PartSender, is_retryable
 from ..results import StoreStatus, WriteBatch
 from ..session.session import ClientSession
 from ..transport.grpc_methods import LOCATE
-from .base import Base, Grant, consecutive, message
+from .base import Base, Grant, consecutive, message, packed
 
 __all__ = ["StoreOperations", "Writing"]
 
@@ -215,20 +215,20 @@ class StoreOperations(Base):
         kept = True
         for (_, key_bytes, _, _), (own_keys, own_contents) in alike.items():
             try:
-                packed = pack_contents(own_contents, key_bytes)
+                message_contents = pack_contents(own_contents, key_bytes)
             except ValueError as error:
                 raise InvalidRequest(str(error)) from error
             answer = yield from self._request(
                 events_pb2.DescribeBlocksRequest,
                 "EventService/DescribeBlocks",
-                keys=common_pb2.PackedKeys(keys=b"".join(own_keys), key_bytes=key_bytes),
-                contents=packed,
+                keys=packed(own_keys),
+                contents=message_contents,
             )
             kept = kept and answer.kept
         return kept
 
     def flush(self, keys: Sequence[bytes], *, wait: float) -> Operation[bytes]:
-        answer = yield from self._request(cache_pb2.FlushRequest, "CacheService/Flush", keys=keys, wait=wait)
+        answer = yield from self._request(cache_pb2.FlushRequest, "CacheService/Flush", keys=packed(keys), wait=wait)
         statuses: bytes = answer.statuses
         return statuses
 

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 TransportName = Literal["auto", "shm", "tcp", "grpc", "cuda_ipc"]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 _SILENT_INTERVALS = 5
 """Number of missing heartbeats that end a session. A busy server may send none for 1-2 s."""
 _NOT_SHARED = "the server does not share its memory with these credentials (shared_memory)"

@@ -101,7 +101,6 @@ class ClientSession(ForkGuarded):
         devices: whether the server can copy to and from devices.
         limits: limits of the server on one call.
         tiers: names of the tiers; `LookupResult.source_indices` are indices in this tuple.
-        packs_keys: whether the server accepts packed keys.
         calls: sockets for unary calls; None if unary calls use gRPC.
         downgrades: causes for which this session is slower than it could be.
     """
@@ -124,7 +123,6 @@ class ClientSession(ForkGuarded):
         self.devices = capabilities.devices
         self.tiers = tuple(capabilities.tiers)
         self.limits = capabilities.limits
-        self.packs_keys = capabilities.packed_keys
         self.calls = calls
         self._attachment = attachment
         self._lock = threading.Lock()

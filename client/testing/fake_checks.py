@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...protos.v1 import cache_pb2, session_pb2
-from ...protos.wire.packed_keys import unpack_keys
+from ...protos.wire.packed_keys import unpack_key_list
 from ...protos.wire.request_bounds import OutOfBounds, RequestBounds
 from ..errors import error_for
 from ..namespace import Namespace
@@ -39,22 +39,20 @@ def check_bounds(method: str, request: Any) -> None:
         raise error_for(error.reason, str(error)) from None
 
 
-def keys_of(request: Any, namespace: Namespace) -> Sequence[bytes]:
-    """Returns the keys of a request, packed or not. Refuses a key without a group."""
-    packed = getattr(request, "packed_keys", None)
-    keys = list(request.keys)
-    if packed is not None and packed.keys:
-        try:
-            keys = unpack_keys(packed.keys, packed.key_bytes)
-        except ValueError as error:
-            raise error_for("INVALID_KEY", str(error)) from None
+def keys_of(request: Any, namespace: Namespace | None = None) -> Sequence[bytes]:
+    """Returns the keys of a request. Refuses a key without a group, if `namespace` is given."""
+    try:
+        keys = unpack_key_list(request.keys)
+    except ValueError as error:
+        raise error_for("INVALID_KEY", str(error)) from None
     if len(keys) > LIMITS.max_keys:
         raise error_for("TOO_MANY_KEYS", f"{len(keys)} keys in one call")
     if any(len(key) not in _KEY_BYTES for key in keys):
         raise error_for("INVALID_KEY", f"keys are {_KEY_BYTES[0]} to {_KEY_BYTES[-1]} bytes long")
-    for key in keys:
+    if namespace is not None:
         try:
-            namespace.part_bytes_of(key)
+            for key in keys:
+                namespace.part_bytes_of(key)
         except ValueError as error:
             raise error_for("INVALID_KEY", str(error)) from None
     return keys

@@ -15,6 +15,7 @@ from ...protos.v1 import conversation_pb2 as pb
 from ..effects import Call, Effect
 from ..errors import error_for
 from ..namespace import Namespace
+from .fake_checks import keys_of
 from .fake_holds import BlockName
 
 __all__ = ["FakeBlocks", "FakeCalls", "FakeConversations"]
@@ -115,7 +116,7 @@ class FakeConversations:
         )
 
     def act(self, request: pb.ActOnConversationRequest) -> pb.ActOnConversationResponse:
-        if bool(request.conversation_id) + bool(request.last_key) + bool(request.keys) != 1:
+        if bool(request.conversation_id) + bool(request.last_key) + bool(keys_of(request)) != 1:
             raise error_for("INVALID_ARGUMENT", "give exactly one of conversation_id, last_key and keys")
         if request.action not in _ACTIONS:
             raise error_for("INVALID_ARGUMENT", f"there is no action {request.action}")
@@ -138,13 +139,13 @@ class FakeConversations:
         """Yields keys by namespace; their conversation unless the caller has listed keys."""
         prefetches = request.action == pb.CONVERSATION_ACTION_PREFETCH
         own = [each for each in self._by_name.values() if each.namespace.tenant == request.tenant]
-        if request.keys:
+        if keys := keys_of(request):
             if len(request.namespace_id) != 32 or not request.namespace_id.startswith(_tag(request.tenant)):
                 raise error_for("INVALID_ARGUMENT", f"namespace_id is no id of a namespace of {request.tenant!r}")
             if prefetches:
                 raise error_for("INVALID_ARGUMENT", "a list of keys cannot be prefetched without a session")
             prefixes = {each.prefix for each in own if _id_of(each) == request.namespace_id}
-            yield prefixes.pop() if prefixes else b"", list(dict.fromkeys(request.keys)), None
+            yield prefixes.pop() if prefixes else b"", list(dict.fromkeys(keys)), None
             return
         if request.conversation_id:
             found = [each for each in own if each.id == request.conversation_id]

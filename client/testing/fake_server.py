@@ -108,7 +108,6 @@ class FakeServer:
             epoch=self.epoch,
             tiers=["cpu"],
             limits=LIMITS,
-            packed_keys=True,
         )
         ref = common_pb2.SessionRef(session_id=session_id, epoch=self.epoch)
         return ClientSession(ref, capabilities, None, "a fake")

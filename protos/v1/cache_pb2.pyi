@@ -60,7 +60,7 @@ TIER_MEDIUM_DISK: TierMedium
 TIER_MEDIUM_NETWORK: TierMedium
 
 class BeginRequestRequest(_message.Message):
-    __slots__ = ("session", "request_id", "keys", "mode", "prompt_tokens", "kv_transfer_params_json", "lease_duration", "wait", "priority", "exclude", "min_hits", "retain_for", "packed_keys", "source", "conversation_id", "grant_id")
+    __slots__ = ("session", "request_id", "keys", "mode", "prompt_tokens", "kv_transfer_params_json", "lease_duration", "wait", "priority", "exclude", "min_hits", "retain_for", "source", "conversation_id", "grant_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -73,13 +73,12 @@ class BeginRequestRequest(_message.Message):
     EXCLUDE_FIELD_NUMBER: _ClassVar[int]
     MIN_HITS_FIELD_NUMBER: _ClassVar[int]
     RETAIN_FOR_FIELD_NUMBER: _ClassVar[int]
-    PACKED_KEYS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
     GRANT_ID_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     request_id: str
-    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    keys: _common_pb2.PackedKeys
     mode: LookupMode
     prompt_tokens: int
     kv_transfer_params_json: str
@@ -89,11 +88,10 @@ class BeginRequestRequest(_message.Message):
     exclude: TierFilter
     min_hits: int
     retain_for: _duration_pb2.Duration
-    packed_keys: _common_pb2.PackedKeys
     source: str
     conversation_id: str
     grant_id: int
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., prompt_tokens: _Optional[int] = ..., kv_transfer_params_json: _Optional[str] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., min_hits: _Optional[int] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., packed_keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., source: _Optional[str] = ..., conversation_id: _Optional[str] = ..., grant_id: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., prompt_tokens: _Optional[int] = ..., kv_transfer_params_json: _Optional[str] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., min_hits: _Optional[int] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., source: _Optional[str] = ..., conversation_id: _Optional[str] = ..., grant_id: _Optional[int] = ...) -> None: ...
 
 class TierFilter(_message.Message):
     __slots__ = ("names", "media", "remote")
@@ -126,7 +124,7 @@ class BeginRequestResponse(_message.Message):
     def __init__(self, policy: _Optional[_Union[OffloadPolicy, str]] = ..., votes: _Optional[_Iterable[_Union[TierVote, _Mapping]]] = ..., lookup: _Optional[_Union[LookupResponse, _Mapping]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session", "request_id", "keys", "mode", "lease_duration", "wait", "want_slots", "exclude", "min_hits", "retain_for", "packed_keys", "source", "grant_id")
+    __slots__ = ("session", "request_id", "keys", "mode", "lease_duration", "wait", "want_slots", "exclude", "min_hits", "retain_for", "source", "grant_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -137,12 +135,11 @@ class LookupRequest(_message.Message):
     EXCLUDE_FIELD_NUMBER: _ClassVar[int]
     MIN_HITS_FIELD_NUMBER: _ClassVar[int]
     RETAIN_FOR_FIELD_NUMBER: _ClassVar[int]
-    PACKED_KEYS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     GRANT_ID_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     request_id: str
-    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    keys: _common_pb2.PackedKeys
     mode: LookupMode
     lease_duration: _duration_pb2.Duration
     wait: _duration_pb2.Duration
@@ -150,10 +147,9 @@ class LookupRequest(_message.Message):
     exclude: TierFilter
     min_hits: int
     retain_for: _duration_pb2.Duration
-    packed_keys: _common_pb2.PackedKeys
     source: str
     grant_id: int
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., want_slots: bool = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., min_hits: _Optional[int] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., packed_keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., source: _Optional[str] = ..., grant_id: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., want_slots: bool = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., min_hits: _Optional[int] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., source: _Optional[str] = ..., grant_id: _Optional[int] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("statuses", "prefix_hits", "sources", "lease_id", "slot_offsets", "not_retained_blocks", "source_outcome")
@@ -174,24 +170,22 @@ class LookupResponse(_message.Message):
     def __init__(self, statuses: _Optional[bytes] = ..., prefix_hits: _Optional[int] = ..., sources: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., slot_offsets: _Optional[bytes] = ..., not_retained_blocks: _Optional[int] = ..., source_outcome: _Optional[_Union[SourceOutcome, str]] = ...) -> None: ...
 
 class PrefetchRequest(_message.Message):
-    __slots__ = ("session", "request_id", "keys", "wait", "exclude", "retain_for", "packed_keys", "source")
+    __slots__ = ("session", "request_id", "keys", "wait", "exclude", "retain_for", "source")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     EXCLUDE_FIELD_NUMBER: _ClassVar[int]
     RETAIN_FOR_FIELD_NUMBER: _ClassVar[int]
-    PACKED_KEYS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     request_id: str
-    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    keys: _common_pb2.PackedKeys
     wait: _duration_pb2.Duration
     exclude: TierFilter
     retain_for: _duration_pb2.Duration
-    packed_keys: _common_pb2.PackedKeys
     source: str
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., packed_keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., source: _Optional[str] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., source: _Optional[str] = ...) -> None: ...
 
 class PrefetchResponse(_message.Message):
     __slots__ = ("present_blocks", "started_blocks", "missing_blocks", "no_room_blocks", "unanswered_blocks", "not_retained_blocks", "source_outcome")
@@ -272,20 +266,18 @@ class TouchResponse(_message.Message):
     def __init__(self, missing_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrepareStoreRequest(_message.Message):
-    __slots__ = ("session", "request_id", "keys", "retain_for", "packed_keys", "grant_id")
+    __slots__ = ("session", "request_id", "keys", "retain_for", "grant_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     RETAIN_FOR_FIELD_NUMBER: _ClassVar[int]
-    PACKED_KEYS_FIELD_NUMBER: _ClassVar[int]
     GRANT_ID_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     request_id: str
-    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    keys: _common_pb2.PackedKeys
     retain_for: _duration_pb2.Duration
-    packed_keys: _common_pb2.PackedKeys
     grant_id: int
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., packed_keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., grant_id: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grant_id: _Optional[int] = ...) -> None: ...
 
 class PrepareStoreResponse(_message.Message):
     __slots__ = ("store_id", "statuses", "slot_offsets", "not_retained_blocks")
@@ -335,9 +327,9 @@ class FlushRequest(_message.Message):
     KEYS_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
-    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    keys: _common_pb2.PackedKeys
     wait: _duration_pb2.Duration
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., keys: _Optional[_Iterable[bytes]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class FlushResponse(_message.Message):
     __slots__ = ("statuses",)

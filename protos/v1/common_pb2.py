@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/common.proto\x12\tkvtier.v1\"/\n\nSessionRef\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\"\x93\x02\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x13\n\x0bhash_scheme\x18\x05 \x01(\t\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12 \n\x06groups\x18\x07 \x03(\x0b\x32\x10.kvtier.v1.Group\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x38\n\nattributes\x18\t \x03(\x0b\x32$.kvtier.v1.Namespace.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"c\n\x05Group\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kvtier.v1.GroupKind\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x12\n\npart_bytes\x18\x04 \x01(\x04\"-\n\nPackedKeys\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x11\n\tkey_bytes\x18\x02 \x01(\r*{\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19GROUP_KIND_FULL_ATTENTION\x10\x01\x12\x1d\n\x19GROUP_KIND_SLIDING_WINDOW\x10\x02\x12\x14\n\x10GROUP_KIND_STATE\x10\x03*\x82\x01\n\tKeyStatus\x12\x1a\n\x16KEY_STATUS_UNSPECIFIED\x10\x00\x12\x12\n\x0eKEY_STATUS_HIT\x10\x01\x12\x13\n\x0fKEY_STATUS_MISS\x10\x02\x12\x1a\n\x16KEY_STATUS_HIT_PENDING\x10\x03\x12\x14\n\x10KEY_STATUS_RETRY\x10\x04*\x97\x01\n\x0bStoreStatus\x12\x1c\n\x18STORE_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14STORE_STATUS_GRANTED\x10\x01\x12\x18\n\x14STORE_STATUS_PRESENT\x10\x02\x12\x1c\n\x18STORE_STATUS_IN_PROGRESS\x10\x03\x12\x18\n\x14STORE_STATUS_NO_ROOM\x10\x04*\x84\x01\n\rDurableStatus\x12\x1e\n\x1a\x44URABLE_STATUS_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x44URABLE_STATUS_DURABLE\x10\x01\x12\x1a\n\x16\x44URABLE_STATUS_PENDING\x10\x02\x12\x1b\n\x17\x44URABLE_STATUS_VOLATILE\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/common.proto\x12\tkvtier.v1\"/\n\nSessionRef\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\"\x93\x02\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x13\n\x0bhash_scheme\x18\x05 \x01(\t\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12 \n\x06groups\x18\x07 \x03(\x0b\x32\x10.kvtier.v1.Group\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x38\n\nattributes\x18\t \x03(\x0b\x32$.kvtier.v1.Namespace.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"c\n\x05Group\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kvtier.v1.GroupKind\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x12\n\npart_bytes\x18\x04 \x01(\x04\">\n\nPackedKeys\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x11\n\tkey_bytes\x18\x02 \x01(\r\x12\x0f\n\x07lengths\x18\x03 \x01(\x0c*{\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19GROUP_KIND_FULL_ATTENTION\x10\x01\x12\x1d\n\x19GROUP_KIND_SLIDING_WINDOW\x10\x02\x12\x14\n\x10GROUP_KIND_STATE\x10\x03*\x82\x01\n\tKeyStatus\x12\x1a\n\x16KEY_STATUS_UNSPECIFIED\x10\x00\x12\x12\n\x0eKEY_STATUS_HIT\x10\x01\x12\x13\n\x0fKEY_STATUS_MISS\x10\x02\x12\x1a\n\x16KEY_STATUS_HIT_PENDING\x10\x03\x12\x14\n\x10KEY_STATUS_RETRY\x10\x04*\x97\x01\n\x0bStoreStatus\x12\x1c\n\x18STORE_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14STORE_STATUS_GRANTED\x10\x01\x12\x18\n\x14STORE_STATUS_PRESENT\x10\x02\x12\x1c\n\x18STORE_STATUS_IN_PROGRESS\x10\x03\x12\x18\n\x14STORE_STATUS_NO_ROOM\x10\x04*\x84\x01\n\rDurableStatus\x12\x1e\n\x1a\x44URABLE_STATUS_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x44URABLE_STATUS_DURABLE\x10\x01\x12\x1a\n\x16\x44URABLE_STATUS_PENDING\x10\x02\x12\x1b\n\x17\x44URABLE_STATUS_VOLATILE\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,14 +33,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_NAMESPACE_ATTRIBUTESENTRY']._loaded_options = None
   _globals['_NAMESPACE_ATTRIBUTESENTRY']._serialized_options = b'8\001'
-  _globals['_GROUPKIND']._serialized_start=512
-  _globals['_GROUPKIND']._serialized_end=635
-  _globals['_KEYSTATUS']._serialized_start=638
-  _globals['_KEYSTATUS']._serialized_end=768
-  _globals['_STORESTATUS']._serialized_start=771
-  _globals['_STORESTATUS']._serialized_end=922
-  _globals['_DURABLESTATUS']._serialized_start=925
-  _globals['_DURABLESTATUS']._serialized_end=1057
+  _globals['_GROUPKIND']._serialized_start=529
+  _globals['_GROUPKIND']._serialized_end=652
+  _globals['_KEYSTATUS']._serialized_start=655
+  _globals['_KEYSTATUS']._serialized_end=785
+  _globals['_STORESTATUS']._serialized_start=788
+  _globals['_STORESTATUS']._serialized_end=939
+  _globals['_DURABLESTATUS']._serialized_start=942
+  _globals['_DURABLESTATUS']._serialized_end=1074
   _globals['_SESSIONREF']._serialized_start=37
   _globals['_SESSIONREF']._serialized_end=84
   _globals['_NAMESPACE']._serialized_start=87
@@ -50,5 +50,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GROUP']._serialized_start=364
   _globals['_GROUP']._serialized_end=463
   _globals['_PACKEDKEYS']._serialized_start=465
-  _globals['_PACKEDKEYS']._serialized_end=510
+  _globals['_PACKEDKEYS']._serialized_end=527
 # @@protoc_insertion_point(module_scope)

@@ -105,9 +105,11 @@ class Group(_message.Message):
     def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[GroupKind, str]] = ..., block_tokens: _Optional[int] = ..., part_bytes: _Optional[int] = ...) -> None: ...
 
 class PackedKeys(_message.Message):
-    __slots__ = ("keys", "key_bytes")
+    __slots__ = ("keys", "key_bytes", "lengths")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     KEY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
     keys: bytes
     key_bytes: int
-    def __init__(self, keys: _Optional[bytes] = ..., key_bytes: _Optional[int] = ...) -> None: ...
+    lengths: bytes
+    def __init__(self, keys: _Optional[bytes] = ..., key_bytes: _Optional[int] = ..., lengths: _Optional[bytes] = ...) -> None: ...

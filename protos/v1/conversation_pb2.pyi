@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from . import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -43,9 +44,9 @@ class ActOnConversationRequest(_message.Message):
     action: ConversationAction
     conversation_id: str
     last_key: bytes
-    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    keys: _common_pb2.PackedKeys
     retain_for: _duration_pb2.Duration
-    def __init__(self, namespace_id: _Optional[bytes] = ..., tenant: _Optional[str] = ..., action: _Optional[_Union[ConversationAction, str]] = ..., conversation_id: _Optional[str] = ..., last_key: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, namespace_id: _Optional[bytes] = ..., tenant: _Optional[str] = ..., action: _Optional[_Union[ConversationAction, str]] = ..., conversation_id: _Optional[str] = ..., last_key: _Optional[bytes] = ..., keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ActOnConversationResponse(_message.Message):
     __slots__ = ("changed_blocks", "shared_blocks", "kept_blocks", "missing_blocks")

@@ -60,11 +60,11 @@ class PublishHoldRequest(_message.Message):
     session: _common_pb2.SessionRef
     request_id: str
     direction: HandoffDirection
-    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    keys: _common_pb2.PackedKeys
     positions: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: int
     duration: _duration_pb2.Duration
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., direction: _Optional[_Union[HandoffDirection, str]] = ..., keys: _Optional[_Iterable[bytes]] = ..., positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., direction: _Optional[_Union[HandoffDirection, str]] = ..., keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class PublishHoldResponse(_message.Message):
     __slots__ = ("status", "remaining", "pending_blocks")
@@ -106,7 +106,7 @@ class ClaimHoldResponse(_message.Message):
     DIRECTION_FIELD_NUMBER: _ClassVar[int]
     REMAINING_FIELD_NUMBER: _ClassVar[int]
     SETTLED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    keys: _common_pb2.PackedKeys
     positions: _containers.RepeatedScalarFieldContainer[int]
     statuses: bytes
     lease_id: int
@@ -114,7 +114,7 @@ class ClaimHoldResponse(_message.Message):
     direction: HandoffDirection
     remaining: _duration_pb2.Duration
     settled_blocks: int
-    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., positions: _Optional[_Iterable[int]] = ..., statuses: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., direction: _Optional[_Union[HandoffDirection, str]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., settled_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., positions: _Optional[_Iterable[int]] = ..., statuses: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., direction: _Optional[_Union[HandoffDirection, str]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., settled_blocks: _Optional[int] = ...) -> None: ...
 
 class RenewHoldsRequest(_message.Message):
     __slots__ = ("session", "holds", "extension")

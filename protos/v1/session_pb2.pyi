@@ -15,7 +15,7 @@ class CapabilitiesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class CapabilitiesResponse(_message.Message):
-    __slots__ = ("server_version", "protocol_versions", "epoch", "limits", "region", "tiers", "devices", "packed_keys")
+    __slots__ = ("server_version", "protocol_versions", "epoch", "limits", "region", "tiers", "devices")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -23,7 +23,6 @@ class CapabilitiesResponse(_message.Message):
     REGION_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
-    PACKED_KEYS_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     protocol_versions: _containers.RepeatedScalarFieldContainer[int]
     epoch: int
@@ -31,8 +30,7 @@ class CapabilitiesResponse(_message.Message):
     region: Region
     tiers: _containers.RepeatedScalarFieldContainer[str]
     devices: Devices
-    packed_keys: bool
-    def __init__(self, server_version: _Optional[str] = ..., protocol_versions: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., region: _Optional[_Union[Region, _Mapping]] = ..., tiers: _Optional[_Iterable[str]] = ..., devices: _Optional[_Union[Devices, _Mapping]] = ..., packed_keys: bool = ...) -> None: ...
+    def __init__(self, server_version: _Optional[str] = ..., protocol_versions: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., region: _Optional[_Union[Region, _Mapping]] = ..., tiers: _Optional[_Iterable[str]] = ..., devices: _Optional[_Union[Devices, _Mapping]] = ...) -> None: ...
 
 class Devices(_message.Message):
     __slots__ = ("offered", "why_not")

@@ -1,6 +1,7 @@
-"""Codecs of lists in one `bytes` field: keys of equal length, and offsets.
+"""Codecs of lists in one `bytes` field: keys, and offsets.
 
-An offset is a little-endian unsigned 64-bit number, as in the `…_offsets` fields.
+An offset is a little-endian unsigned 64-bit number, as in the `…_offsets` fields. The length of a
+key is a little-endian unsigned 16-bit number.
 """
 
 from __future__ import annotations
@@ -8,11 +9,86 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 
-__all__ = ["pack_offsets", "unpack_keys", "unpack_offsets"]
+from ..v1.common_pb2 import PackedKeys
+
+__all__ = [
+    "count_keys",
+    "lengths_of",
+    "pack_keys",
+    "pack_offsets",
+    "slices_of_keys",
+    "unpack_key_list",
+    "unpack_keys",
+    "unpack_offsets",
+]
 
 _AT_ONCE = 256
+_LENGTH_BYTES = 2
+
+
+def pack_keys(keys: Sequence[bytes]) -> PackedKeys:
+    """Raises TypeError, ValueError or OverflowError for values that are no keys."""
+    joined, lengths = b"".join(keys), set(map(len, keys))
+    if len(lengths) == 1 and (length := lengths.pop()):
+        packed = PackedKeys(keys=joined, key_bytes=length)
+        total = length * len(keys)
+    else:
+        numbers = array("H", map(len, keys))
+        total = sum(numbers)
+        packed = PackedKeys(keys=joined, lengths=_little_endian(numbers).tobytes())
+    if len(joined) != total:
+        raise ValueError("keys must be bytes, not views with larger items")
+    return packed
+
+
+def count_keys(packed: PackedKeys) -> int:
+    """Returns the number of keys. If bytes are missing at the end, counts the last key too."""
+    if packed.key_bytes:
+        return -(-len(packed.keys) // packed.key_bytes)
+    return -(-len(packed.lengths) // _LENGTH_BYTES)
+
+
+def lengths_of(packed: PackedKeys) -> Sequence[int]:
+    """Returns the length of each key, or the one length of all of them; empty without keys.
+
+    Raises ValueError if the fields do not fit together.
+    """
+    keys, key_bytes, lengths = packed.keys, packed.key_bytes, packed.lengths
+    if key_bytes:
+        if lengths:
+            raise ValueError("only one of key_bytes and lengths may be given")
+        if len(keys) % key_bytes:
+            raise ValueError(f"{len(keys)} bytes are not a multiple of the key length {key_bytes}")
+        return [key_bytes] if keys else []
+    if len(lengths) % _LENGTH_BYTES:
+        raise ValueError(f"lengths: {len(lengths)} bytes, but each length has {_LENGTH_BYTES}")
+    numbers = _little_endian(array("H", lengths))
+    if sum(numbers) != len(keys):
+        raise ValueError(f"the keys have {len(keys)} bytes, but their lengths add up to {sum(numbers)}")
+    return numbers
+
+
+def slices_of_keys(packed: PackedKeys, most: int) -> Iterator[tuple[bytes, list[bytes]]]:
+    """Yields slices of at most `most` keys: their bytes, and the keys. Raises like `lengths_of`."""
+    keys, key_bytes, lengths = packed.keys, packed.key_bytes, lengths_of(packed)
+    if key_bytes:
+        for start in range(0, len(keys), most * key_bytes):
+            part = keys[start : start + most * key_bytes]
+            yield part, unpack_keys(part, key_bytes)
+        return
+    end = 0
+    for first in range(0, len(lengths), most):
+        ends = list(accumulate(lengths[first : first + most], initial=end))
+        end = ends[-1]
+        yield keys[ends[0] : end], [keys[start:stop] for start, stop in pairwise(ends)]
+
+
+def unpack_key_list(packed: PackedKeys) -> list[bytes]:
+    """Returns the keys. Raises ValueError like `lengths_of`."""
+    return [key for _, keys in slices_of_keys(packed, max(1, count_keys(packed))) for key in keys]
 
 
 def unpack_keys(packed: bytes, key_bytes: int) -> list[bytes]:
@@ -31,16 +107,17 @@ def unpack_keys(packed: bytes, key_bytes: int) -> list[bytes]:
 
 
 def pack_offsets(offsets: Iterable[int]) -> bytes:
-    numbers = array("Q", offsets)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()
+    return _little_endian(array("Q", offsets)).tobytes()
 
 
 def unpack_offsets(packed: bytes) -> list[int]:
     """Returns the offsets. Raises ValueError if the length is not a multiple of eight bytes."""
     numbers = array("Q")
     numbers.frombytes(packed)
+    return _little_endian(numbers).tolist()
+
+
+def _little_endian(numbers: array[int]) -> array[int]:
     if sys.byteorder == "big":
         numbers.byteswap()
-    return numbers.tolist()
+    return numbers

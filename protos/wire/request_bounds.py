@@ -47,7 +47,7 @@ _MAX_TOKEN_BYTES = 4 << 20
 _MAX_HOLDS = 4096
 _MAX_ALLOCATIONS = 4096
 _MAX_DEVICE_GROUPS, _MAX_RUNS = 64, 512
-_VARINT_BYTES, _CHARACTER_BYTES = 10, 4
+_VARINT_BYTES, _CHARACTER_BYTES, _LENGTH_BYTES = 10, 4, 2
 _NO_TERMINATORS = bytes(range(128, 256))
 _EQUAL, _MAX_STEP = 16, 4096
 """How many equal lengths in a row suggest that more follow, and how many are compared at once."""
@@ -94,11 +94,11 @@ class Bound:
 
 def table_of(limits: Limits) -> dict[str, Bound]:
     """Returns the bounds of all requests, by message and field."""
-    keys = Bound(limits.max_key_bytes, limits.max_keys, "TOO_MANY_KEYS", "INVALID_KEY")
     text, name, numbers = Bound(_TEXT), Bound(_NAME, reason_each="INVALID_NAMESPACE"), Bound(most=limits.max_keys)
     return {
         "SessionRef.session_id": Bound(64, reason_each="UNKNOWN_SESSION"),
         "PackedKeys.keys": Bound(limits.max_keys * limits.max_key_bytes, reason_each="TOO_MANY_KEYS"),
+        "PackedKeys.lengths": Bound(limits.max_keys * _LENGTH_BYTES, reason_each="TOO_MANY_KEYS"),
         "OpenRequest.client_name": text,
         "OpenRequest.engine_id": text,
         "OpenRequest.transport": text,
@@ -112,26 +112,21 @@ def table_of(limits: Limits) -> dict[str, Bound]:
         "Namespace.AttributesEntry.value": Bound(_MAX_NAMESPACE_BYTES, reason_each="INVALID_NAMESPACE"),
         "Group.name": name,
         "BeginRequestRequest.request_id": text,
-        "BeginRequestRequest.keys": keys,
         "BeginRequestRequest.source": text,
         "BeginRequestRequest.conversation_id": text,
         "BeginRequestRequest.kv_transfer_params_json": Bound(_MAX_PARAMS_BYTES),
         "TierFilter.names": Bound(_TEXT, _MAX_TIERS),
         "TierFilter.media": Bound(most=_MAX_MEDIA),
         "LookupRequest.request_id": text,
-        "LookupRequest.keys": keys,
         "LookupRequest.source": text,
         "PrefetchRequest.request_id": text,
-        "PrefetchRequest.keys": keys,
         "PrefetchRequest.source": text,
         "PrepareLoadRequest.items": numbers,
         "ReleaseLeaseRequest.lease_ids": numbers,
         "WithdrawGrantsRequest.grant_ids": Bound(most=_MAX_WITHDRAWN),
         "TouchRequest.lease_ids": numbers,
         "PrepareStoreRequest.request_id": text,
-        "PrepareStoreRequest.keys": keys,
         "CompleteStoreRequest.failed_items": numbers,
-        "FlushRequest.keys": keys,
         "BlockContents.token_ids": Bound(_MAX_TOKEN_BYTES),
         "BlockContents.lora_name": text,
         "FinishRequestRequest.request_id": text,
@@ -149,7 +144,6 @@ def table_of(limits: Limits) -> dict[str, Bound]:
         "LoadToDeviceRequest.blocks": numbers,
         "LoadToDeviceRequest.items": numbers,
         "PublishHoldRequest.request_id": text,
-        "PublishHoldRequest.keys": keys,
         "PublishHoldRequest.positions": numbers,
         "HoldRef.engine_id": text,
         "HoldRef.request_id": text,
@@ -162,7 +156,6 @@ def table_of(limits: Limits) -> dict[str, Bound]:
         "ActOnConversationRequest.tenant": Bound(_NAME),
         "ActOnConversationRequest.conversation_id": text,
         "ActOnConversationRequest.last_key": Bound(limits.max_key_bytes, reason_each="INVALID_KEY"),
-        "ActOnConversationRequest.keys": keys,
         "ListConversationsRequest.tenant": Bound(_NAME),
         "ListConversationsRequest.conversation_id": text,
         "FsckRequest.tiers": Bound(_TEXT, _MAX_TIERS),

@@ -15,6 +15,7 @@ from ...protos.v1.conversation_pb2 import (
     ListConversationsRequest,
     ListConversationsResponse,
 )
+from ...protos.wire.packed_keys import pack_keys
 from ..config.units import human_age, human_size, parse_duration
 from .admin_client import ask, json_values, plain_console, show_answer
 from .console import EXIT_USAGE, refuse
@@ -62,7 +63,7 @@ def _request(options: argparse.Namespace) -> tuple[str, Any]:
         conversation_id=options.conversation,
         last_key=_bytes("--prompt", options.prompt or ""),
         namespace_id=_bytes("--namespace", options.namespace or ""),
-        keys=[_bytes("--block", block) for block in options.block],
+        keys=pack_keys([_bytes("--block", block) for block in options.block]),
     )
     if options.duration is not None:
         try:

@@ -53,7 +53,7 @@ class PeerStreams:
         self, address: tuple[str, int], ref: common_pb2.SessionRef, credentials: Credentials, tls_name: str
     ) -> None:
         """`tls_name`: name that the server's certificate must have; "" without TLS."""
-        capabilities = session_pb2.CapabilitiesResponse(packed_keys=True)
+        capabilities = session_pb2.CapabilitiesResponse()
         self.session = ClientSession(ref, capabilities, None, "another server")
         self._streams = SocketStreams(SocketTarget(address, ref, credentials, tls_name), _STALL_SECONDS)
 

@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 
 from ...protos.durations import seconds_of
 from ...protos.v1 import cache_pb2, common_pb2
-from ...protos.wire.packed_keys import unpack_keys
+from ...protos.wire.packed_keys import count_keys, lengths_of
 from ...protos.wire.request_bounds import OutOfBounds, RequestBounds
 from ...tiers.negotiation import Medium, TierFilter
 from ...tiers.types import GROUP_INDEX_BYTES, NamespaceSpec
 from ..config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
 from ..refused import Refused
 
-__all__ = ["NamesKeys", "PushFrameSizes", "RefusingBounds", "RequestValidator", "duration_seconds"]
-
-NamesKeys: TypeAlias = (
-    cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest | cache_pb2.PrefetchRequest | cache_pb2.PrepareStoreRequest
-)
+__all__ = ["PushFrameSizes", "RefusingBounds", "RequestValidator", "duration_seconds"]
 
 _SHORT_FRAME_BYTES = 4096
 _SHORT_FRAMES = 64
@@ -75,33 +70,22 @@ class RequestValidator:
         self._retention = retention
         self._handoff = handoff
 
-    def keys(self, keys: Sequence[bytes], namespace: NamespaceSpec) -> Sequence[bytes]:
-        """Checks the lengths and groups of keys. An empty list is valid.
-
-        Raises `InvalidKey` if the namespace does not have the group of a key.
-        """
-        keys = list(keys)  # each access to a protobuf field would create the bytes again
-        if keys:
-            self._check_lengths(set(map(len, keys)))
-            namespace.check(keys)
-        return keys
-
-    def check_packed(self, keys: common_pb2.PackedKeys) -> None:
-        """Checks the number and the length of packed keys."""
-        packed, key_bytes = keys.keys, keys.key_bytes
-        self._check_lengths({key_bytes})
-        number = -(-len(packed) // key_bytes)
+    def check_keys(self, keys: common_pb2.PackedKeys) -> None:
+        """Checks the number and the lengths of keys. An empty list is valid."""
+        number = count_keys(keys)
         if number > self.limits.max_keys:
             raise Refused("TOO_MANY_KEYS", f"{number} keys in one call; the limit is {self.limits.max_keys}")
-        if len(packed) % key_bytes:
-            raise Refused("INVALID_KEY", f"packed_keys: {len(packed)} bytes are not a multiple of {key_bytes}")
+        try:
+            lengths = set(lengths_of(keys))
+        except ValueError as error:
+            raise Refused("INVALID_KEY", f"keys: {error}") from None
+        if lengths:
+            self._check_lengths(lengths)
 
-    def unpack(self, packed: bytes, key_bytes: int, namespace: NamespaceSpec) -> list[bytes]:
-        """Returns packed keys. Raises `InvalidKey` like `keys`."""
-        keys = unpack_keys(packed, key_bytes)
-        if not namespace.groups_are_known(packed, key_bytes):
+    def check_groups(self, keys: Sequence[bytes], packed: bytes, key_bytes: int, namespace: NamespaceSpec) -> None:
+        """Raises `InvalidKey` for an unknown group. `packed`: the bytes of the keys."""
+        if not key_bytes or not namespace.groups_are_known(packed, key_bytes):
             namespace.check(keys)
-        return keys
 
     def _check_lengths(self, lengths: Collection[int]) -> None:
         if min(lengths) <= GROUP_INDEX_BYTES or max(lengths) > self.limits.max_key_bytes:

@@ -24,7 +24,7 @@ from ..runtime import TierRuntime
 
 __all__ = ["OpenSession", "SessionRegistry", "namespace_spec"]
 
-PROTOCOL_VERSIONS = (1,)
+PROTOCOL_VERSIONS = (2,)
 _MAX_CONNECTIONS = 64
 """Maximum number of call connections that one session may have. Each carries one call at a time.
 

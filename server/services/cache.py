@@ -105,7 +105,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._sessions.get(request.session)
         tiers = self._validator.tiers(request.exclude)
         self._core.check_filter(tiers)
-        keys = await self._long_calls.keys_of(session, self._validator, request)
+        keys = await self._long_calls.keys(session, self._validator, request.keys)
         deadline = self._runtime.now() + self._validator.wait(request.wait)
         retain_for = self._validator.retention(request.retain_for)
         await self._long_calls.query_shared_tiers(session, keys, tiers, deadline, prefix=True)
@@ -176,7 +176,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.PrepareStoreResponse:
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
-        keys = await self._long_calls.keys_of(session, self._validator, request)
+        keys = await self._long_calls.keys(session, self._validator, request.keys)
         retain_for = self._validator.retention(request.retain_for)
         store = self._core.prepare_store(
             session,
@@ -298,7 +298,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         tiers = self._validator.tiers(request.exclude)
         self._core.check_filter(tiers)
         return _LookupOptions(
-            keys=await self._long_calls.keys_of(session, self._validator, request),
+            keys=await self._long_calls.keys(session, self._validator, request.keys),
             prefix=request.mode != cache_pb2.LOOKUP_MODE_EACH,
             request_id=request.request_id,
             tiers=tiers,

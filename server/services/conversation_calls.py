@@ -13,6 +13,7 @@ import grpc
 
 from ...protos.durations import duration_of
 from ...protos.v1 import conversation_pb2, conversation_pb2_grpc
+from ...protos.wire.packed_keys import count_keys
 from ...tiers.base import NamespaceId, TierFilter
 from ...tiers.core.conversation_tasks import PIN_SECONDS, ActionCounts, BlockAction, ConversationTask, TierUse
 from ...tiers.core.conversations import Conversation, number_in
@@ -96,7 +97,8 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         self, request: conversation_pb2.ActOnConversationRequest, context: grpc.aio.ServicerContext
     ) -> conversation_pb2.ActOnConversationResponse:
         self._sessions.refuse_if_draining()
-        if bool(request.conversation_id) + bool(request.last_key) + bool(request.keys) != 1:
+        self._validator.check_keys(request.keys)
+        if bool(request.conversation_id) + bool(request.last_key) + bool(count_keys(request.keys)) != 1:
             raise Refused("INVALID_ARGUMENT", "give exactly one of conversation_id, last_key and keys")
         if request.action not in (_RETAIN, _PREFETCH, _PIN, _UNPIN, *_PLAIN):
             raise Refused("INVALID_ARGUMENT", f"there is no action {request.action}")
@@ -112,7 +114,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
                 counts = await self._act_on_keys(request, seconds)
         if request.action in _LOGGED:
             action = conversation_pb2.ConversationAction.Name(request.action).removeprefix("CONVERSATION_ACTION_")
-            name = request.conversation_id or request.last_key.hex() or f"{len(request.keys)} keys"
+            name = request.conversation_id or request.last_key.hex() or f"{count_keys(request.keys)} keys"
             _log.info(
                 "acted on a conversation",
                 who=CALLER.get().name,
@@ -152,12 +154,14 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         tenant = _tenant(request.tenant)
         self._sessions.count_call_without_session(tenant)
         tag = tenant_tag(tenant)
-        if request.keys:
+        if count_keys(request.keys):
             if len(request.namespace_id) != NAMESPACE_BYTES or not request.namespace_id.startswith(tag):
                 raise Refused("INVALID_ARGUMENT", f"namespace_id is no id of a namespace of tenant {tenant!r}")
             if request.action == _PREFETCH:
                 raise Refused("INVALID_ARGUMENT", "a list of keys cannot be prefetched without a session")
-            targets = [(NamespaceId(request.namespace_id), list(request.keys))]
+            targets = [
+                (NamespaceId(request.namespace_id), await self._long_calls.keys(None, self._validator, request.keys))
+            ]
         else:
             prompts = self._tasks.table.prompts(tag, request.last_key)
             if not prompts:

@@ -14,6 +14,7 @@ import grpc
 
 from ...protos.v1 import common_pb2, events_pb2, events_pb2_grpc
 from ...protos.wire.block_contents import TOKEN_BYTES, pack_contents, unpack_contents
+from ...protos.wire.packed_keys import unpack_keys
 from ...tiers.base import NamespaceId
 from ...tiers.core.block_contents import BlockContent, BlockContents
 from ...tiers.core.event_log import BlockEvent, EventKind, event_scope
@@ -112,7 +113,9 @@ class EventService(events_pb2_grpc.EventServiceServicer):
     ) -> events_pb2.DescribeBlocksResponse:
         session = self._sessions.get(request.session)
         packed, key_bytes, contents = request.keys.keys, request.keys.key_bytes, request.contents
-        self._validator.check_packed(request.keys)
+        self._validator.check_keys(request.keys)
+        if request.keys.lengths:
+            raise Refused("INVALID_KEY", "keys: the keys of one call must have one length")
         if not packed or not self._log.contents.limit_bytes:
             return events_pb2.DescribeBlocksResponse(kept=bool(self._log.contents.limit_bytes))
         number = len(packed) // key_bytes
@@ -128,7 +131,8 @@ class EventService(events_pb2_grpc.EventServiceServicer):
                 await self._scheduler.turn(session)
             end = min(start + _DESCRIBED, number)
             part = slice(start * key_bytes, end * key_bytes)
-            keys = self._validator.unpack(packed[part], key_bytes, session.namespace)
+            keys = unpack_keys(packed[part], key_bytes)
+            self._validator.check_groups(keys, packed[part], key_bytes, session.namespace)
             _check_tokens(keys, groups, block_bytes)
             some = events_pb2.BlockContents(
                 token_ids=tokens[start * block_bytes : end * block_bytes],

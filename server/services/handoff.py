@@ -10,6 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from ...protos.durations import duration_of
 from ...protos.v1 import handoff_pb2, handoff_pb2_grpc
+from ...protos.wire.packed_keys import pack_keys
 from ...tiers.core.holds import Hold
 from ...tiers.errors import HoldExpired
 from ...tiers.stats.request_log import ClaimOutcome
@@ -79,7 +80,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         await self._long_calls.claim(claim, lease_seconds)
         hold = claim.hold
         return handoff_pb2.ClaimHoldResponse(
-            keys=hold.keys,
+            keys=pack_keys(hold.keys),
             positions=hold.positions,
             statuses=bytes(claim.statuses),
             lease_id=claim.lease.id if claim.lease is not None else 0,

@@ -9,6 +9,8 @@ from collections import Counter, deque
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from ...protos.v1 import common_pb2
+from ...protos.wire.packed_keys import count_keys, slices_of_keys
 from ...tiers.base import TierFilter
 from ...tiers.core.commands import Waiter
 from ...tiers.core.holds import Hold, HoldClaim, SlicedPublication
@@ -17,8 +19,7 @@ from ...tiers.core.operations import Operation
 from ...tiers.core.secondary import Presence
 from ...tiers.errors import LeaseNotFound
 from ...tiers.types import DurableStatus, EngineSession, LeaseId, PublishStatus, StoreId
-from ..refused import Refused
-from ..rpc.request_checks import NamesKeys, RequestValidator
+from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..rpc.slice_scheduler import SliceScheduler, slices_of
 from ..runtime import TierRuntime
@@ -56,28 +57,21 @@ class LongCalls:
         self._waiting: Counter[str] = Counter()
         """Number of calls per tenant that each change wakes."""
 
-    async def keys(self, session: EngineSession, validator: RequestValidator, keys: Sequence[bytes]) -> list[bytes]:
-        """Reads the keys of a request. Raises like `RequestValidator.keys`."""
-        checked: list[bytes] = []
-        for part in slices_of(keys, _KEY_SLICE):
-            if len(part) < len(keys):
-                await self._scheduler.turn(session)
-            checked += validator.keys(part, session.namespace)
-        return checked
+    async def keys(
+        self, session: EngineSession | None, validator: RequestValidator, packed: common_pb2.PackedKeys
+    ) -> list[bytes]:
+        """Reads the keys of a request. Raises `Refused`, or InvalidKey for an unknown group.
 
-    async def keys_of(self, session: EngineSession, validator: RequestValidator, request: NamesKeys) -> Sequence[bytes]:
-        """Reads the keys of a request, packed or not. Raises like `RequestValidator.keys`."""
-        packed, key_bytes = request.packed_keys.keys, request.packed_keys.key_bytes
-        if not packed:
-            return await self.keys(session, validator, request.keys)
-        if request.keys:
-            raise Refused("INVALID_ARGUMENT", "only one of keys and packed_keys may be given")
-        validator.check_packed(request.packed_keys)
-        keys: list[bytes] = []
-        for part in slices_of(packed, _KEY_SLICE * key_bytes):
-            if len(part) < len(packed):
-                await self._scheduler.turn(session)
-            keys += validator.unpack(bytes(part), key_bytes, session.namespace)
+        Without a session the groups are not checked.
+        """
+        validator.check_keys(packed)
+        is_long, keys = count_keys(packed) > _KEY_SLICE, list[bytes]()
+        for joined, part in slices_of_keys(packed, _KEY_SLICE):
+            if is_long:
+                await self._turn(session)
+            if session is not None:
+                validator.check_groups(part, joined, packed.key_bytes, session.namespace)
+            keys += part
         return keys
 
     @contextlib.contextmanager

@@ -57,7 +57,6 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             ),
             tiers=[tier.name for tier in self._runtime.core.stats().tiers],
             devices=self._devices,
-            packed_keys=True,
         )
         if CALLER.get().shared_memory:
             answer.region.attach_path = str(self._attach_path)

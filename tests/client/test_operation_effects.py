@@ -14,11 +14,11 @@ from harness.payloads import key_of, namespace_of
 from kvtier.client.effects import Call, Connect, Pull, Push
 from kvtier.client.errors import DeadlineExceeded, KVTierError, LeaseLost, LimitExceeded, NotConnected, SessionLost
 from kvtier.client.operations import Operations
-from kvtier.client.operations.base import key_fields
 from kvtier.client.results import HandoffDirection, HoldName, KeyStatus, StoreStatus
 from kvtier.client.session.session import ClientSession
 from kvtier.client.timeouts import Timeouts
 from kvtier.protos.v1 import cache_pb2, common_pb2, handoff_pb2, session_pb2, transfer_pb2
+from kvtier.protos.wire.packed_keys import pack_keys, unpack_key_list
 
 PART = 8
 KEYS = [key_of(1), key_of(2)]
@@ -261,8 +261,7 @@ def test_a_store_of_some_keys_that_has_ended_when_its_stream_breaks(script: Scri
     assert writing.batch.statuses == bytes([PRESENT, GRANTED, NO_ROOM, NO_ROOM, GRANTED, GRANTED])
     assert sent == bytes([5]) * PART
     again = [each.request for each in script.effects if getattr(each, "method", "").endswith("PrepareStore")][1]
-    named = key_fields(script.session, keys[3:])
-    assert {name: getattr(again, name) for name in named} == named
+    assert again.keys == pack_keys(keys[3:])
 
 
 def test_a_stream_does_not_complete_a_store_with_failed_blocks(script: Script) -> None:
@@ -297,5 +296,5 @@ def test_a_publication_says_what_is_held(script: Script) -> None:
     )
     assert (publication.remaining, publication.pending_blocks) == (1.5, 1)
     request = script.effects[0].request
-    assert (list(request.keys), list(request.positions), request.num_tokens) == (KEYS, [3, 4], 9)
+    assert (unpack_key_list(request.keys), list(request.positions), request.num_tokens) == (KEYS, [3, 4], 9)
     assert (request.direction, request.duration.seconds) == (direction, 2)

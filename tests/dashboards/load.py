@@ -21,6 +21,7 @@ from harness.traffic import PART, wait_connected
 
 from kvtier.client import Client, HandoffDirection, HoldGone, HoldName
 from kvtier.protos.v1 import cache_pb2, common_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 
 __all__ = ["busy_proxy", "busy_server"]
 
@@ -112,7 +113,7 @@ def stale_engine(endpoint: str, stop: threading.Event) -> None:
         ref = common_pb2.SessionRef(session_id=raw.ref.session_id, epoch=raw.ref.epoch + 1)
         while not stop.wait(0.5):
             with contextlib.suppress(grpc.RpcError):
-                raw.cache.Lookup(cache_pb2.LookupRequest(session=ref, keys=[key_of(1)]), timeout=5)
+                raw.cache.Lookup(cache_pb2.LookupRequest(session=ref, keys=pack_keys([key_of(1)])), timeout=5)
 
 
 @contextlib.contextmanager

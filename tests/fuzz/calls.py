@@ -22,7 +22,6 @@ from harness.server_process import MIB, bulk_pid, own_bytes
 from kvtier.protos.v1 import (
     admin_pb2,
     cache_pb2,
-    common_pb2,
     conversation_pb2,
     events_pb2,
     handoff_pb2,
@@ -30,6 +29,7 @@ from kvtier.protos.v1 import (
     transfer_pb2,
 )
 from kvtier.protos.wire import socket_frames as frames
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.protos.wire.socket_frames import Purpose
 from kvtier.server.config.schema import LogConfig
 from kvtier.server.telemetry import logs
@@ -257,10 +257,9 @@ def _call(name: str, message: Message, flags: int = SESSION | IDS) -> bytes:
 def _block(name: str) -> tuple[bytes, bytes]:
     """The calls that prepare the store of a block, and that look it up."""
     key = name.encode().ljust(16) + bytes(4)
-    packed = common_pb2.PackedKeys(keys=key, key_bytes=len(key))
     return (
-        _call("PrepareStore", cache_pb2.PrepareStoreRequest(keys=[key], request_id=f"store {name}")),
-        _call("Lookup", cache_pb2.LookupRequest(packed_keys=packed, request_id=f"lookup {name}")),
+        _call("PrepareStore", cache_pb2.PrepareStoreRequest(keys=pack_keys([key]), request_id=f"store {name}")),
+        _call("Lookup", cache_pb2.LookupRequest(keys=pack_keys([key]), request_id=f"lookup {name}")),
     )
 
 
@@ -276,7 +275,7 @@ def seeds() -> Iterator[bytes]:
     yield store + _PUSH + _COMPLETE + lookup + _PULL + _RELEASE
     store, lookup = _block("hold")
     hold = handoff_pb2.PublishHoldRequest(
-        request_id="r", keys=[b"hold".ljust(16) + bytes(4)], positions=[0], num_tokens=16
+        request_id="r", keys=pack_keys([b"hold".ljust(16) + bytes(4)]), positions=[0], num_tokens=16
     )
     yield store + _COMPLETE + _call("PublishHold", hold) + _call("ClaimHold", handoff_pb2.ClaimHoldRequest())
     for method in METHODS:

@@ -11,7 +11,9 @@ from typing import Any
 
 import msgspec
 import xxhash
+from google.protobuf.message import DecodeError
 
+from kvtier.protos.v1.common_pb2 import PackedKeys
 from kvtier.protos.wire import packed_keys
 from kvtier.protos.wire import socket_frames as frames
 from kvtier.server.auth import tokens
@@ -50,7 +52,7 @@ class Parsers:
             (self._data_head, _BAD),
             (self._region_answer, _BAD),
             (packed_keys.unpack_offsets, _BAD),
-            (lambda data: packed_keys.unpack_keys(data[1:], data[0] if data else 0), _BAD),
+            (lambda data: packed_keys.unpack_key_list(PackedKeys.FromString(data)), (*_BAD, DecodeError)),
             (self._child, _BAD),
             (messages.decode_to_child, _BAD),
             (messages.decode_from_child, _BAD),
@@ -216,7 +218,8 @@ def seeds() -> Iterator[bytes]:
         frames.pack_data_head(7, 1, 2, 3),
         frames.pack_region_answer(7, 4096)[frames.HEAD_BYTES + 1 :],
         packed_keys.pack_offsets([1, 2]),
-        byte(3) + b"onetwo",
+        packed_keys.pack_keys([b"one", b"two"]).SerializeToString(),
+        packed_keys.pack_keys([b"one", b"three"]).SerializeToString(),
         child_main.pack({"a": 1}, b"x"),
         messages.encode(messages.Granted(1, [0], [1])),
         messages.encode(messages.Begin(1, messages.Caller(bytes(16), 2, None, [], is_local=True), True, 3, [0])),

@@ -146,7 +146,7 @@ class Served:
         """Opens our session and the one of the other client."""
         namespace = namespace_of(_PART, tenant="acme")
         request = session_pb2.OpenRequest(
-            protocol_version=1, client_name="fuzz", engine_id="fuzz", rank=0, namespace=namespace.to_proto()
+            protocol_version=2, client_name="fuzz", engine_id="fuzz", rank=0, namespace=namespace.to_proto()
         )
         self._stream = self._sessions.Open(request)
         self.ref: common_pb2.SessionRef = next(self._stream).session

@@ -17,6 +17,7 @@ from kvtier.client.namespace import Namespace
 from kvtier.client.part_streams import PartSender
 from kvtier.client.transport.grpc_methods import LOCATE, path_of, serialize
 from kvtier.protos.v1 import cache_pb2, common_pb2, transfer_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.protos.wire.socket_frames import (
     CALLS_PROTOCOL,
     PULL,
@@ -163,7 +164,7 @@ def serving(route: str, directory: Path, **options: Any) -> Iterator[Route]:
 
 def prepare(session: RawSession, keys: list[bytes]) -> int:
     """Prepares a store of these blocks; returns its id."""
-    request = cache_pb2.PrepareStoreRequest(session=session.ref, keys=keys)
+    request = cache_pb2.PrepareStoreRequest(session=session.ref, keys=pack_keys(keys))
     store_id: int = session.cache.PrepareStore(request, timeout=60).store_id
     assert store_id
     return store_id

@@ -145,7 +145,7 @@ def engine(server: ServerProcess, namespace: Namespace, address: str = ADDRESS) 
     stub = session_pb2_grpc.SessionServiceStub(server._channel)
     stream = stub.Open(
         session_pb2.OpenRequest(
-            protocol_version=1,
+            protocol_version=2,
             engine_id=address,
             namespace=namespace.to_proto(),
             engine_address=address,

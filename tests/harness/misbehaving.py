@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from kvtier.client import Client, StoreStatus
 from kvtier.protos.v1 import cache_pb2, handoff_pb2, transfer_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 
 from .payloads import key_of, namespace_of
 from .raw import RawSession, refusal_of
@@ -94,7 +95,7 @@ class World:
     def lease(self, session: RawSession | None = None, keys: list[bytes] = KEYS) -> int:
         """A lease on blocks of the bystander."""
         session = session or self.mine
-        request = cache_pb2.LookupRequest(session=session.ref, keys=keys, mode=cache_pb2.LOOKUP_MODE_EACH)
+        request = cache_pb2.LookupRequest(session=session.ref, keys=pack_keys(keys), mode=cache_pb2.LOOKUP_MODE_EACH)
         lease_id: int = session.cache.Lookup(request, timeout=TIMEOUT).lease_id
         assert lease_id
         release = cache_pb2.ReleaseLeaseRequest(session=session.ref, lease_ids=[lease_id])
@@ -104,7 +105,7 @@ class World:
     def store(self, session: RawSession | None = None, keys: list[bytes] = FRESH) -> int:
         """An open store of new blocks."""
         session = session or self.mine
-        request = cache_pb2.PrepareStoreRequest(session=session.ref, keys=keys)
+        request = cache_pb2.PrepareStoreRequest(session=session.ref, keys=pack_keys(keys))
         answer = session.cache.PrepareStore(request, timeout=TIMEOUT)
         assert set(answer.statuses) == {StoreStatus.GRANTED}
         abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=answer.store_id, abort=True)
@@ -115,7 +116,7 @@ class World:
     def hold(self, keys: list[bytes] = KEYS, **fields: Any) -> handoff_pb2.HoldRef:
         """A hold of session `mine`."""
         request = handoff_pb2.PublishHoldRequest(
-            session=self.mine.ref, request_id="held", keys=keys, positions=range(len(keys)), **fields
+            session=self.mine.ref, request_id="held", keys=pack_keys(keys), positions=range(len(keys)), **fields
         )
         assert self.mine.handoff.PublishHold(request, timeout=TIMEOUT).status == handoff_pb2.PUBLISH_STATUS_PUBLISHED
         hold = handoff_pb2.HoldRef(engine_id="mine", request_id="held")
@@ -168,20 +169,22 @@ def seconds(number: float) -> Duration:
 
 
 WITH_SESSION: dict[str, Callable[[], Any]] = {
-    "BeginRequest": lambda: cache_pb2.BeginRequestRequest(request_id="r", keys=KEYS),
-    "Lookup": lambda: cache_pb2.LookupRequest(keys=KEYS),
-    "Prefetch": lambda: cache_pb2.PrefetchRequest(keys=KEYS),
+    "BeginRequest": lambda: cache_pb2.BeginRequestRequest(request_id="r", keys=pack_keys(KEYS)),
+    "Lookup": lambda: cache_pb2.LookupRequest(keys=pack_keys(KEYS)),
+    "Prefetch": lambda: cache_pb2.PrefetchRequest(keys=pack_keys(KEYS)),
     "PrepareLoad": lambda: cache_pb2.PrepareLoadRequest(lease_id=1),
     "CompleteLoad": lambda: cache_pb2.CompleteLoadRequest(lease_id=1),
     "ReleaseLease": lambda: cache_pb2.ReleaseLeaseRequest(lease_ids=[1]),
     "WithdrawGrants": lambda: cache_pb2.WithdrawGrantsRequest(grant_ids=[1]),
     "Touch": lambda: cache_pb2.TouchRequest(lease_ids=[1]),
-    "PrepareStore": lambda: cache_pb2.PrepareStoreRequest(keys=FRESH),
+    "PrepareStore": lambda: cache_pb2.PrepareStoreRequest(keys=pack_keys(FRESH)),
     "CompleteStore": lambda: cache_pb2.CompleteStoreRequest(store_id=1),
-    "Flush": lambda: cache_pb2.FlushRequest(keys=KEYS),
+    "Flush": lambda: cache_pb2.FlushRequest(keys=pack_keys(KEYS)),
     "FinishRequest": lambda: cache_pb2.FinishRequestRequest(request_id="r"),
     "Reset": cache_pb2.ResetRequest,
-    "PublishHold": lambda: handoff_pb2.PublishHoldRequest(request_id="r", keys=KEYS, positions=range(len(KEYS))),
+    "PublishHold": lambda: handoff_pb2.PublishHoldRequest(
+        request_id="r", keys=pack_keys(KEYS), positions=range(len(KEYS))
+    ),
     "ClaimHold": lambda: handoff_pb2.ClaimHoldRequest(hold=HOLD),
     "ReportNotClaimed": lambda: handoff_pb2.ReportNotClaimedRequest(hold=HOLD, request_id="r", reason=1),
     "RenewHolds": lambda: handoff_pb2.RenewHoldsRequest(holds=[HOLD]),

@@ -63,7 +63,7 @@ class RawSession:
             session_pb2.CapabilitiesRequest(), timeout=60, wait_for_ready=True
         )
         self.request = session_pb2.OpenRequest(
-            protocol_version=1,
+            protocol_version=2,
             client_name="raw",
             engine_id=engine_id,
             rank=rank,

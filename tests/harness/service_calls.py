@@ -19,6 +19,7 @@ from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.credentials import Credentials
 from kvtier.protos.peer_directory import PeerDirectory
 from kvtier.protos.v1 import cache_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.server.bulk.broker import BulkBroker
 from kvtier.server.bulk.messages import ToChild
 from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
@@ -84,13 +85,13 @@ class Calls:
         return answer.store_id
 
     async def flush(self, keys: Sequence[bytes], seconds: float) -> bytes:
-        request = cache_pb2.FlushRequest(keys=keys, wait=duration(seconds))
+        request = cache_pb2.FlushRequest(keys=pack_keys(keys), wait=duration(seconds))
         statuses: bytes = (await self.service.Flush(request, None)).statuses
         return statuses
 
     async def prepare(self, keys: Sequence[bytes]) -> cache_pb2.PrepareStoreResponse:
         answer: cache_pb2.PrepareStoreResponse = await self.service.PrepareStore(
-            cache_pb2.PrepareStoreRequest(keys=keys), None
+            cache_pb2.PrepareStoreRequest(keys=pack_keys(keys)), None
         )
         return answer
 
@@ -98,7 +99,7 @@ class Calls:
         self, keys: Sequence[bytes], *, prefix: bool = False, want_slots: bool = False
     ) -> cache_pb2.LookupResponse:
         mode = cache_pb2.LOOKUP_MODE_PREFIX if prefix else cache_pb2.LOOKUP_MODE_EACH
-        request = cache_pb2.LookupRequest(keys=keys, mode=mode, want_slots=want_slots)
+        request = cache_pb2.LookupRequest(keys=pack_keys(keys), mode=mode, want_slots=want_slots)
         answer: cache_pb2.LookupResponse = await self.service.Lookup(request, None)
         return answer
 

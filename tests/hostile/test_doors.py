@@ -26,6 +26,7 @@ from kvtier.client import Client
 from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.v1 import cache_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.protos.wire.socket_frames import Purpose
 
 CALLS = 40
@@ -91,7 +92,7 @@ def assert_serves_victims(site: Site, victims: dict[str, RawSession]) -> None:
     """Lookups and health checks are answered, over the Unix socket and over TCP."""
     for _ in range(5):
         for session in victims.values():
-            session.cache.Lookup(cache_pb2.LookupRequest(session=session.ref, keys=KEYS), timeout=SECONDS)
+            session.cache.Lookup(cache_pb2.LookupRequest(session=session.ref, keys=pack_keys(KEYS)), timeout=SECONDS)
         for unix in (True, False):
             check_health(site, unix=unix)
 
@@ -168,7 +169,7 @@ def test_bursts_of_calls_cancel_no_calls_of_others(site: Site, victims: dict[str
 
     def look_up() -> None:
         while not is_over.is_set():
-            request = cache_pb2.LookupRequest(session=session.ref, keys=KEYS)
+            request = cache_pb2.LookupRequest(session=session.ref, keys=pack_keys(KEYS))
             future = session.cache.Lookup.future(request, timeout=60)
             codes.append(future.code().name if future.exception() is not None else "OK")
 

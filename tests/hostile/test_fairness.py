@@ -22,6 +22,7 @@ from harness.raw import RawSession, RawSocket, hello_of
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.protos.v1 import cache_pb2, conversation_pb2, handoff_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.protos.wire.socket_frames import HEAD_BYTES, Purpose, unpack_head
 
 CONNECTIONS = 60
@@ -114,7 +115,7 @@ def tenants(server: ServerProcess) -> Iterator[Tenants]:
 
 
 def lookup_of(session: RawSession, keys: list[bytes] = KEYS[:1]) -> cache_pb2.LookupRequest:
-    return cache_pb2.LookupRequest(session=session.ref, keys=keys, mode=cache_pb2.LOOKUP_MODE_EACH)
+    return cache_pb2.LookupRequest(session=session.ref, keys=pack_keys(keys), mode=cache_pb2.LOOKUP_MODE_EACH)
 
 
 def test_another_tenants_waiting_calls_get_half_of_the_turns(tenants: Tenants) -> None:
@@ -139,10 +140,10 @@ CASES = ("flush", "hold", "parameters", "long parameters", "garbage", "conversat
 def request_of(case: str, session: RawSession) -> tuple[str, Message | bytes]:
     match case:
         case "flush":
-            return "CacheService/Flush", cache_pb2.FlushRequest(session=session.ref, keys=KEYS)
+            return "CacheService/Flush", cache_pb2.FlushRequest(session=session.ref, keys=pack_keys(KEYS))
         case "hold":
             request = handoff_pb2.PublishHoldRequest(
-                session=session.ref, request_id="r", keys=KEYS, positions=range(len(KEYS)), num_tokens=1
+                session=session.ref, request_id="r", keys=pack_keys(KEYS), positions=range(len(KEYS)), num_tokens=1
             )
             return "HandoffService/PublishHold", request
         case "garbage":
@@ -151,7 +152,9 @@ def request_of(case: str, session: RawSession) -> tuple[str, Message | bytes]:
             for number in range(100):
                 name = str(number)
                 session.cache.BeginRequest(
-                    cache_pb2.BeginRequestRequest(session=session.ref, request_id=name, keys=KEYS, conversation_id=name)
+                    cache_pb2.BeginRequestRequest(
+                        session=session.ref, request_id=name, keys=pack_keys(KEYS), conversation_id=name
+                    )
                 )
             request = conversation_pb2.ListConversationsRequest(tenant=session.namespace.tenant)
             return "ConversationService/ListConversations", request

@@ -24,6 +24,7 @@ from harness.server_process import MIB, own_bytes
 
 from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS
 from kvtier.protos.v1 import cache_pb2, common_pb2, session_pb2, session_pb2_grpc, transfer_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.protos.wire.socket_frames import Purpose, pack_hello
 
 BLOCK = 512 << 10
@@ -274,10 +275,10 @@ def test_cancelled_calls(site: Site) -> None:
     namespace = namespace_of(BLOCK, tenant="acme")
     with RawSession(site.server.endpoint, namespace, engine_id="cancelling") as session:
         keys = stored(site, "cancelled")
-        lookup = cache_pb2.LookupRequest(session=session.ref, keys=keys)
+        lookup = cache_pb2.LookupRequest(session=session.ref, keys=pack_keys(keys))
         lease = leased(session, lookup)
         pull = transfer_pb2.PullRequest(session=session.ref, lease_id=lease, items=range(len(keys)))
-        waiting = cache_pb2.LookupRequest(session=session.ref, keys=fresh("missing", 64))
+        waiting = cache_pb2.LookupRequest(session=session.ref, keys=pack_keys(fresh("missing", 64)))
 
         def cancel_calls(_: int) -> None:
             for _ in range(2000):
@@ -297,7 +298,7 @@ def test_streams_of_the_bulk_process(site: Site) -> None:
     with route.session(namespace_of(BLOCK, tenant="acme"), "streams") as session:
         route.address(session)  # starts the bulk process
         keys = stored(site, "streams")
-        lookup = cache_pb2.LookupRequest(session=session.ref, keys=keys)
+        lookup = cache_pb2.LookupRequest(session=session.ref, keys=pack_keys(keys))
         lease = leased(session, lookup)
         other = prepare(session, fresh("other", 4))
         malformed = [
@@ -329,14 +330,17 @@ def test_names_that_a_tenant_invents(site: Site) -> None:
         for attribute in range(64):
             namespace.attributes[f"{number} {attribute}"] = "x" * 200
         request = session_pb2.OpenRequest(
-            protocol_version=1,
+            protocol_version=2,
             client_name=f"{number}".ljust(500),
             engine_id=f"{number}".ljust(500),
             namespace=namespace,
         )
         stream = sessions.Open(request)
         ref: common_pb2.SessionRef = next(stream).session
-        cache(cache_pb2.BeginRequestRequest(session=ref, request_id=f"{number}".ljust(500), keys=KEYS), timeout=60)
+        cache(
+            cache_pb2.BeginRequestRequest(session=ref, request_id=f"{number}".ljust(500), keys=pack_keys(KEYS)),
+            timeout=60,
+        )
         stream.cancel()
 
     options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]

@@ -29,7 +29,7 @@ from kvtier.protos.v1 import (
     handoff_pb2,
     transfer_pb2,
 )
-from kvtier.protos.wire.packed_keys import unpack_keys
+from kvtier.protos.wire.packed_keys import pack_keys, unpack_keys
 from kvtier.protos.wire.socket_frames import Purpose, pack_end
 
 DELETE = ConversationAction.DELETE
@@ -122,7 +122,7 @@ class TestEqualTags:
             for target in (
                 {"conversation_id": "c"},
                 {"last_key": KEYS[0]},
-                {"keys": KEYS, "namespace_id": known.namespace_id},
+                {"keys": pack_keys(KEYS), "namespace_id": known.namespace_id},
             ):
                 with pytest.raises(InvalidRequest) as error:
                     thief.act(DELETE, **target)
@@ -151,9 +151,11 @@ class TestIds:
         with session_of(site, "acme-far") as acme, session_of(site, "zeta-engine") as zeta_raw:
             ids: list[int] = []
             for number in range(20):
-                request = cache_pb2.PrepareStoreRequest(session=acme.ref, keys=[key_of(1000 + number)])
+                request = cache_pb2.PrepareStoreRequest(session=acme.ref, keys=pack_keys([key_of(1000 + number)]))
                 ids.append(acme.cache.PrepareStore(request, timeout=60).store_id)
-                found = zeta_raw.cache.Lookup(cache_pb2.LookupRequest(session=zeta_raw.ref, keys=KEYS), timeout=60)
+                found = zeta_raw.cache.Lookup(
+                    cache_pb2.LookupRequest(session=zeta_raw.ref, keys=pack_keys(KEYS)), timeout=60
+                )
                 ids.append(found.lease_id)
         assert len(set(ids)) == len(ids)
         assert min(abs(one - other) for one, other in itertools.combinations(ids, 2)) > 1000
@@ -161,11 +163,13 @@ class TestIds:
     def test_an_id_of_another_tenant_does_not_exist(self, site: Site) -> None:
         """The refusal is the same as for an unknown id, in all calls and transports."""
         with session_of(site, "zeta-engine") as zeta, session_of(site, "acme-far") as acme:
-            request = cache_pb2.PrepareStoreRequest(session=zeta.ref, keys=[key_of(77)])
+            request = cache_pb2.PrepareStoreRequest(session=zeta.ref, keys=pack_keys([key_of(77)]))
             store = zeta.cache.PrepareStore(request, timeout=60).store_id
             with site.client("zeta-engine") as client:
                 client.store(KEYS, [payload(key, PART) for key in KEYS])
-            lease = zeta.cache.Lookup(cache_pb2.LookupRequest(session=zeta.ref, keys=KEYS), timeout=60).lease_id
+            lease = zeta.cache.Lookup(
+                cache_pb2.LookupRequest(session=zeta.ref, keys=pack_keys(KEYS)), timeout=60
+            ).lease_id
             assert lease
 
             def refusal(method: str, request: Any) -> tuple[Any, str]:
@@ -239,7 +243,7 @@ class TestIds:
                     request = handoff_pb2.ClaimHoldRequest(session=zeta.ref, hold=hold, wait=Duration(seconds=30))
                     claim = zeta.handoff.ClaimHold.future(request, timeout=60)
                     for _ in range(20):  # the claim arrives before
-                        zeta.cache.Lookup(cache_pb2.LookupRequest(session=zeta.ref, keys=KEYS), timeout=60)
+                        zeta.cache.Lookup(cache_pb2.LookupRequest(session=zeta.ref, keys=pack_keys(KEYS)), timeout=60)
                 published = handoff_pb2.PublishHoldRequest(
                     session=session.ref, request_id="same", duration=Duration(seconds=600)
                 )
@@ -254,7 +258,7 @@ class TestIds:
             for session_id in (zeta.ref.session_id, bytes(16)):
                 ref = type(zeta.ref)(session_id=session_id, epoch=zeta.ref.epoch)
                 with pytest.raises(grpc.RpcError) as error:
-                    acme.cache.Lookup(cache_pb2.LookupRequest(session=ref, keys=KEYS), timeout=60)
+                    acme.cache.Lookup(cache_pb2.LookupRequest(session=ref, keys=pack_keys(KEYS)), timeout=60)
                 answers.append((refusal_of(error.value), error.value.details()))
                 for purpose in (Purpose.CALLS, Purpose.STREAMS):
                     with tls_route(site).dial(acme, purpose, ref) as connection:

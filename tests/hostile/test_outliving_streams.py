@@ -28,6 +28,7 @@ from harness.server_process import MIB
 from kvtier.client import Client, Credentials, StoreStatus
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
 from kvtier.protos.wire import socket_frames as frames
+from kvtier.protos.wire.packed_keys import pack_keys
 
 PART = 1 * MIB
 REGION = 32 * MIB
@@ -113,7 +114,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 def lease_of(session: RawSession, keys: list[bytes], seconds: float = 600.0) -> int:
     duration = Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
-    request = cache_pb2.LookupRequest(session=session.ref, keys=keys, request_id="r", lease_duration=duration)
+    request = cache_pb2.LookupRequest(
+        session=session.ref, keys=pack_keys(keys), request_id="r", lease_duration=duration
+    )
     found = session.cache.Lookup(request, timeout=TIMEOUT)
     assert found.prefix_hits == len(keys)
     return int(found.lease_id)
@@ -256,7 +259,9 @@ def _grpc_only(place: Place) -> Iterator[RawSession]:
 def _statuses(session: RawSession, count: int) -> list[int]:
     """Asks for slots, and returns them; the statuses show how many slots can be used."""
     keys = [key_of(number, salt=f"slots {next(SALTS)}") for number in range(count)]
-    answer = session.cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=session.ref, keys=keys), timeout=TIMEOUT)
+    answer = session.cache.PrepareStore(
+        cache_pb2.PrepareStoreRequest(session=session.ref, keys=pack_keys(keys)), timeout=TIMEOUT
+    )
     if answer.store_id:
         abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=answer.store_id, abort=True)
         session.cache.CompleteStore(abort, timeout=TIMEOUT)

@@ -15,6 +15,7 @@ from harness.server_process import ServerProcess
 
 from kvtier.client import Client
 from kvtier.protos.v1 import cache_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 
 PART = 4096
 KEYS = [key_of(number) for number in range(32)]
@@ -39,7 +40,9 @@ def two_servers(directory: Path) -> Iterator[tuple[ServerProcess, ServerProcess]
 
 def searched(session: RawSession, key: bytes, source: ServerProcess) -> int:
     """Looks up a block with a source; returns the outcome."""
-    request = cache_pb2.LookupRequest(session=session.ref, keys=[key], source=source.tcp, wait=Duration(seconds=30))
+    request = cache_pb2.LookupRequest(
+        session=session.ref, keys=pack_keys([key]), source=source.tcp, wait=Duration(seconds=30)
+    )
     outcome: int = session.cache.Lookup(request, timeout=60).source_outcome
     return outcome
 

@@ -21,6 +21,7 @@ from harness.server_process import MIB
 
 from kvtier.client import Client, StoreStatus, Timeouts
 from kvtier.protos.v1 import cache_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 
 PART = 64 << 10
 REGION = 16 * MIB
@@ -100,7 +101,7 @@ def test_open_stores(site: Site) -> None:
     try:
         for start in range(0, 2 * BLOCKS, BLOCKS // 4):
             keys = [key_of(number, salt="open") for number in range(start, start + BLOCKS // 4)]
-            request = cache_pb2.PrepareStoreRequest(session=raw.ref, keys=keys)
+            request = cache_pb2.PrepareStoreRequest(session=raw.ref, keys=pack_keys(keys))
             raw.cache.PrepareStore(request, timeout=TIMEOUT)
         assert site.server.status().stores > 0
         with _client(site, "zeta-engine") as victim:
@@ -163,10 +164,10 @@ def test_a_grant_that_is_withdrawn_before_its_call(site: Site) -> None:
     keys = [key_of(number, salt=f"late {next(SALTS)}") for number in range(4)]
     calls = [
         lambda number: raw.cache.PrepareStore(
-            cache_pb2.PrepareStoreRequest(session=raw.ref, keys=keys, grant_id=number), timeout=TIMEOUT
+            cache_pb2.PrepareStoreRequest(session=raw.ref, keys=pack_keys(keys), grant_id=number), timeout=TIMEOUT
         ),
         lambda number: raw.cache.Lookup(
-            cache_pb2.LookupRequest(session=raw.ref, keys=ATTACKERS[:4], grant_id=number), timeout=TIMEOUT
+            cache_pb2.LookupRequest(session=raw.ref, keys=pack_keys(ATTACKERS[:4]), grant_id=number), timeout=TIMEOUT
         ),
     ]
     for call in calls:

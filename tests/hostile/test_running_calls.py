@@ -12,6 +12,7 @@ from harness.raw import RawSession
 from harness.server_process import MIB, own_bytes
 
 from kvtier.protos.v1 import cache_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 
 CALLS = 400
 KEYS = 8192
@@ -29,9 +30,11 @@ def test_waiting_calls_take_bounded_memory(site: Site) -> None:
         RawSession(site.server.tcp, namespace, engine_id="reader", credentials=credentials) as session,
     ):
         pending = key_of(0, salt="pending")
-        writer.cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=writer.ref, keys=[pending]), timeout=60)
+        writer.cache.PrepareStore(
+            cache_pb2.PrepareStoreRequest(session=writer.ref, keys=pack_keys([pending])), timeout=60
+        )
         keys = [pending, *(b"%076d" % number + bytes(4) for number in range(KEYS))]
-        request = cache_pb2.LookupRequest(session=session.ref, keys=keys, wait=Duration(seconds=10))
+        request = cache_pb2.LookupRequest(session=session.ref, keys=pack_keys(keys), wait=Duration(seconds=10))
         before = peak = own_bytes(site.server.pid)
         ended = threading.Semaphore(0)
         calls: list[grpc.Future] = []

@@ -16,6 +16,7 @@ from harness.server_process import MIB, own_bytes
 
 from kvtier.client.namespace import Namespace
 from kvtier.protos.v1 import cache_pb2, common_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.protos.wire.socket_frames import Purpose, pack_hello
 
 PAGE = 4096
@@ -55,7 +56,7 @@ def test_lists_of_slots_are_small_beside_the_slots(site: Site, ranks: int) -> No
     before = own_bytes(site.server.pid)
     with contextlib.suppress(grpc.RpcError), attacker(site, namespace(1, world_size=ranks), rank=0) as session:
         keys = [key for salt in range(BLOCKS) for key in keys_of(range(1), salt)]
-        request = cache_pb2.PrepareStoreRequest(session=session.ref, keys=keys)
+        request = cache_pb2.PrepareStoreRequest(session=session.ref, keys=pack_keys(keys))
         granted = session.cache.PrepareStore(request, timeout=60).statuses.count(common_pb2.STORE_STATUS_GRANTED)
         assert granted <= 256, "a slot of a block with 1,024 ranks has 64 KiB at least"
         assert own_bytes(site.server.pid) < before + GROWTH

@@ -16,6 +16,7 @@ from harness.polling import wait_until
 from harness.raw import RawSession, RawSocket
 
 from kvtier.protos.v1 import cache_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.protos.wire.socket_frames import Purpose, pack_data_head
 
 PART = 64 << 10
@@ -67,7 +68,7 @@ def test_connections_of_a_tenant_give_way(site: Site, attacker: Route, session: 
     with attacker.client(namespace_of(PART, tenant="acme")) as client:
         client.wait_until_connected(60)
         client.store(keys, [bytes(PART)])
-    lookup = cache_pb2.LookupRequest(session=session.ref, keys=keys)
+    lookup = cache_pb2.LookupRequest(session=session.ref, keys=pack_keys(keys))
     lease_id = session.cache.Lookup(lookup, timeout=60).lease_id
     assert lease_id
     with contextlib.ExitStack() as opened:

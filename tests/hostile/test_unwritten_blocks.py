@@ -26,6 +26,7 @@ from harness.server_process import MIB
 
 from kvtier.client import Client, Credentials, StoreStatus
 from kvtier.protos.v1 import cache_pb2, common_pb2, transfer_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 
 PART = 64 << 10
 REGION = 16 * MIB
@@ -110,7 +111,9 @@ class Place:
 
     def read(self, keys: list[bytes]) -> dict[bytes, bytes]:
         """Returns the bytes of the blocks that the server offers."""
-        request = cache_pb2.LookupRequest(session=self.session.ref, keys=keys, mode=cache_pb2.LOOKUP_MODE_EACH)
+        request = cache_pb2.LookupRequest(
+            session=self.session.ref, keys=pack_keys(keys), mode=cache_pb2.LOOKUP_MODE_EACH
+        )
         found = self.session.cache.Lookup(request, timeout=TIMEOUT)
         items = [item for item, status in enumerate(found.statuses) if status == common_pb2.KEY_STATUS_HIT]
         if not items:

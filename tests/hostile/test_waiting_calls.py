@@ -15,6 +15,7 @@ from harness.raw import RawSession
 from harness.server_process import ServerProcess
 
 from kvtier.protos.v1 import cache_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 
 CONNECTIONS, CALLS = 3, 200
 WAITING = 256
@@ -24,7 +25,7 @@ KEY = key_of(0)
 
 
 def flush(session: RawSession) -> grpc.Future:
-    return session.cache.Flush.future(cache_pb2.FlushRequest(session=session.ref, keys=[KEY], wait=WAIT))
+    return session.cache.Flush.future(cache_pb2.FlushRequest(session=session.ref, keys=pack_keys([KEY]), wait=WAIT))
 
 
 def reset(session: RawSession) -> grpc.Future:
@@ -40,7 +41,7 @@ def test_few_calls_of_a_tenant_wait(tmp_path: Path, call: Callable[[RawSession],
         for number in range(CONNECTIONS):
             space = namespace_of(4096, model=f"{number}", tenant="acme")
             session = opened.enter_context(RawSession(server.endpoint, space, engine_id=f"{number}"))
-            request = cache_pb2.PrepareStoreRequest(session=session.ref, keys=[KEY])
+            request = cache_pb2.PrepareStoreRequest(session=session.ref, keys=pack_keys([KEY]))
             session.cache.PrepareStore(request, timeout=60)  # never completed
             calls += [call(session) for _ in range(CALLS)]
         wait_until(lambda: sum(each.done() for each in calls) >= len(calls) - WAITING)

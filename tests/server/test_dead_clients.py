@@ -20,7 +20,7 @@ from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import Client, KeyStatus, StoreStatus
 from kvtier.protos.v1 import cache_pb2
-from kvtier.protos.wire.packed_keys import unpack_offsets
+from kvtier.protos.wire.packed_keys import pack_keys, unpack_offsets
 
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
@@ -126,7 +126,7 @@ def test_slots_of_an_ended_session_wait_for_its_process(server: ServerProcess) -
         with RawSession(server.endpoint, NAMESPACE, engine_id="raw", transport="shm") as raw:
             late = raw.attach()
             second = raw.attach()
-            request = cache_pb2.PrepareStoreRequest(session=raw.ref, keys=KEYS)
+            request = cache_pb2.PrepareStoreRequest(session=raw.ref, keys=pack_keys(KEYS))
             offsets = unpack_offsets(raw.cache.PrepareStore(request).slot_offsets)
             raw.end()
             status = server.wait_for(lambda status: len(status.sessions) == 1)
@@ -151,14 +151,14 @@ def test_slots_of_an_ended_session_wait_for_its_process(server: ServerProcess) -
 def test_a_store_of_an_ended_session_cannot_be_completed(server: ServerProcess) -> None:
     """A later session of the same engine cannot complete it either."""
     with RawSession(server.endpoint, NAMESPACE, engine_id="raw") as raw:
-        store_id = raw.cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=raw.ref, keys=KEYS)).store_id
+        store_id = raw.cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=raw.ref, keys=pack_keys(KEYS))).store_id
         raw.end()
         server.wait_for(lambda status: not status.sessions)
     with RawSession(server.endpoint, NAMESPACE, engine_id="raw") as raw:
         with pytest.raises(grpc.RpcError) as refusal:
             raw.cache.CompleteStore(cache_pb2.CompleteStoreRequest(session=raw.ref, store_id=store_id))
         assert refusal_of(refusal.value) == ("NOT_FOUND", "STORE_NOT_FOUND")
-        found = raw.cache.Lookup(cache_pb2.LookupRequest(session=raw.ref, keys=KEYS))
+        found = raw.cache.Lookup(cache_pb2.LookupRequest(session=raw.ref, keys=pack_keys(KEYS)))
         assert found.lease_id == 0
 
 

@@ -16,6 +16,7 @@ from harness.service_calls import no_sources
 
 from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1.cache_pb2 import PrepareStoreRequest
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
 from kvtier.server.rpc.request_checks import RequestValidator
 from kvtier.server.rpc.slice_scheduler import SliceScheduler
@@ -127,7 +128,7 @@ async def test_finished_jobs_are_processed_before_an_eviction(runtime: TierRunti
     validator = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
     long_calls = LongCalls(runtime, registry, SliceScheduler(registry))
     service = CacheService(runtime, registry, validator, pytest.fail, long_calls, no_sources(runtime, long_calls))
-    answer = await service.PrepareStore(PrepareStoreRequest(keys=keys(200, 1)), SimpleNamespace())  # type: ignore[arg-type]
+    answer = await service.PrepareStore(PrepareStoreRequest(keys=pack_keys(keys(200, 1))), SimpleNamespace())  # type: ignore[arg-type]
     assert answer.statuses == bytes([StoreStatus.GRANTED])
 
 

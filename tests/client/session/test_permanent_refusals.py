@@ -76,7 +76,7 @@ def test_another_protocol_version_ends_the_wait(site: Site, monkeypatch: pytest.
         error = refusal_of(client)
 
     assert error.reason == "UNSUPPORTED_VERSION"
-    assert "supports protocol version 1, not 99" in str(error)
+    assert "supports protocol version 2, not 99" in str(error)
 
 
 def test_a_part_that_is_too_large_ends_the_wait(site: Site) -> None:

@@ -17,6 +17,7 @@ from devices.service import Service, keys_of
 from harness.server_process import MIB
 
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.server.services.devices import _give_up_at
 
 KEYS = keys_of(BLOCKS)
@@ -88,7 +89,7 @@ def test_invalid_loads(caller: Caller, name: str) -> None:
     keys = keys_of(2, f"load {name}")
     caller.engine.client.store(keys, JOINED.parts(5)[:2])
     request = cache_pb2.LookupRequest(
-        session=caller.raw.ref, keys=[*keys, *keys_of(1, "never")], mode=cache_pb2.LOOKUP_MODE_EACH
+        session=caller.raw.ref, keys=pack_keys([*keys, *keys_of(1, "never")]), mode=cache_pb2.LOOKUP_MODE_EACH
     )
     lease_id = caller.raw.cache.Lookup(request, timeout=60).lease_id
     fields, reason = LOADS[name]

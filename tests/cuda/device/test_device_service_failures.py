@@ -25,6 +25,7 @@ from harness.server_process import MIB
 
 from kvtier.client import Client, DeviceUnavailable, KeyStatus, KVTierError, StoreStatus, Unavailable
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 
 PART = JOINED.layout().part_bytes
 KEYS = keys_of(BLOCKS)
@@ -293,7 +294,9 @@ def test_a_lease_that_ends_in_mid_load(service: Service, executor: ThreadPoolExe
     with closing(Caller(service, "raw")) as caller:
         caller.register()
         caller.engine.client.store(KEYS, JOINED.parts(1))
-        found = caller.raw.cache.Lookup(cache_pb2.LookupRequest(session=caller.raw.ref, keys=KEYS), timeout=60)
+        found = caller.raw.cache.Lookup(
+            cache_pb2.LookupRequest(session=caller.raw.ref, keys=pack_keys(KEYS)), timeout=60
+        )
         service.gate.close()
         loading = executor.submit(caller.load, found.lease_id, blocks=range(BLOCKS), items=range(BLOCKS))
         service.gate.wait_reached()

@@ -12,6 +12,7 @@ from devices.kv import JOINED
 from devices.service import Engine, Service, namespace_of
 from kvtier.client.device import registration_of
 from kvtier.protos.v1 import cache_pb2, transfer_pb2, transfer_pb2_grpc
+from kvtier.protos.wire.packed_keys import pack_keys
 
 __all__ = ["PART", "Caller", "refusal_reason"]
 
@@ -44,7 +45,7 @@ class Caller:
 
     def prepare(self, keys: list[bytes]) -> int:
         """The id of a new store of these keys."""
-        request = cache_pb2.PrepareStoreRequest(session=self.raw.ref, keys=keys)
+        request = cache_pb2.PrepareStoreRequest(session=self.raw.ref, keys=pack_keys(keys))
         store_id: int = self.raw.cache.PrepareStore(request, timeout=60).store_id
         return store_id
 

@@ -26,6 +26,7 @@ from kvtier.protos.v1 import (
     session_pb2,
     transfer_pb2,
 )
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.protos.wire.request_bounds import OutOfBounds, RequestBounds, field_name, table_of
 from kvtier.protos.wire.socket_frames import Purpose
 from kvtier.server.config.schema import LimitConfig
@@ -184,7 +185,7 @@ def test_a_namespace_is_bounded_as_a_whole() -> None:
     "message",
     [
         pytest.param(b"\x42\x00" * 17, id="a message again and again"),
-        pytest.param(b"\x58\x01" * 17, id="a number again and again"),
+        pytest.param(b"\x48\x01" * 17, id="a number again and again"),
         pytest.param(b"\xf8\x07\x00" * 257, id="many unknown fields"),
         pytest.param(b"\xfa\x07\x88\x27" + bytes(5000), id="large unknown field"),
         pytest.param(b"\xfb\x07\xfc\x07", id="group"),
@@ -206,7 +207,7 @@ def test_valid_messages_pass() -> None:
     """Messages within the bounds pass in every form that encoders write."""
     ref = common_pb2.SessionRef(session_id=b"s" * 16, epoch=2**64 - 1)
     lookup = cache_pb2.LookupRequest(
-        session=ref, keys=[b"k" * (5 + place % 250) for place in range(40)], min_hits=2**31
+        session=ref, keys=pack_keys([b"k" * (5 + place % 250) for place in range(40)]), min_hits=2**31
     )
     unpacked = b"".join(b"\x10\x02" for _ in range(16))
     data = lookup.SerializeToString() + b"\x42" + bytes([len(unpacked)]) + unpacked + b"\xf8\x07\x01"
@@ -245,5 +246,7 @@ def test_refusals_name_field_and_bound(tmp_path_factory: pytest.TempPathFactory)
         large = cache_pb2.CompleteLoadRequest(session=common_pb2.SessionRef(session_id=bytes(1 << 20)))
         connection.send_call("CacheService/CompleteLoad", large)
         assert connection.refusal() == ("INVALID_ARGUMENT", "INVALID_ARGUMENT")
-        code, _ = connection.call("CacheService/Lookup", cache_pb2.LookupRequest(session=session.ref, keys=[b"k" * 36]))
+        code, _ = connection.call(
+            "CacheService/Lookup", cache_pb2.LookupRequest(session=session.ref, keys=pack_keys([b"k" * 36]))
+        )
         assert code in (0, grpc.StatusCode.INVALID_ARGUMENT.value[0])

@@ -19,6 +19,7 @@ from harness.raw import RawSession, RawSocket, hello_of, refusal_of
 from prometheus_client import CollectorRegistry
 
 from kvtier.protos.v1 import cache_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.protos.wire.socket_frames import Purpose
 from kvtier.server.rpc import socket_calls
 from kvtier.server.telemetry import http
@@ -92,7 +93,7 @@ def test_an_incomplete_local_call_is_closed(tmp_path: Path, monkeypatch: pytest.
     with site.server.start(), RawSession(site.server.endpoint, namespace_of(PART), engine_id="raw") as session:
         path = f"{site.server.path}.shm"
         halves = []
-        request = cache_pb2.LookupRequest(session=session.ref, keys=KEYS)
+        request = cache_pb2.LookupRequest(session=session.ref, keys=pack_keys(KEYS))
         for cut in (1, 5, -1):
             half = RawSocket(path, hello_of(session.ref, Purpose.CALLS))
             assert half.answer()[0] == 0
@@ -141,7 +142,7 @@ def test_a_too_large_message_is_refused(site: Site) -> None:
     ) as session:
         before = site.server.own_bytes()
         for _ in range(5):
-            request = cache_pb2.LookupRequest(session=session.ref, keys=[bytes(1 << 20)] * 20)
+            request = cache_pb2.LookupRequest(session=session.ref, keys=pack_keys([bytes(1 << 20)] * 20))
             with pytest.raises(grpc.RpcError) as refused:
                 session.cache.Lookup(request, timeout=60)
             assert refusal_of(refused.value)[0] == "RESOURCE_EXHAUSTED"

@@ -18,6 +18,7 @@ from harness.server_process import MIB, ServerProcess
 from kvtier.client import Client, LimitExceeded
 from kvtier.protos.error_reasons import status_within
 from kvtier.protos.v1 import cache_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.server.auth import rate_limits
 from kvtier.server.auth.rate_limits import RateLimiter, RateLimiters
 from kvtier.server.config.schema import RateConfig
@@ -143,7 +144,7 @@ def test_a_tenant_beyond_its_limits_is_refused_and_others_are_not(tmp_path: Path
         refusal = None
         for _ in range(60):
             try:
-                mine.cache.Lookup(cache_pb2.LookupRequest(session=mine.ref, keys=KEYS), timeout=60)
+                mine.cache.Lookup(cache_pb2.LookupRequest(session=mine.ref, keys=pack_keys(KEYS)), timeout=60)
             except grpc.RpcError as error:
                 refusal = error
         assert refusal_of(refusal) == ("RESOURCE_EXHAUSTED", "RATE_LIMITED")
@@ -152,7 +153,7 @@ def test_a_tenant_beyond_its_limits_is_refused_and_others_are_not(tmp_path: Path
         assert any(detail.Unpack(hint) for detail in status.details)
         assert 0 < hint.retry_delay.ToNanoseconds() <= 1e9
         for _ in range(60):
-            theirs.cache.Lookup(cache_pb2.LookupRequest(session=theirs.ref, keys=KEYS), timeout=60)
+            theirs.cache.Lookup(cache_pb2.LookupRequest(session=theirs.ref, keys=pack_keys(KEYS)), timeout=60)
         with (
             Client(server.endpoint, namespace=slow, timeouts=TIMEOUTS) as second,
             Client(server.endpoint, namespace=quick, timeouts=TIMEOUTS) as other,

@@ -56,6 +56,7 @@ from kvtier.protos.v1 import (
     session_pb2_grpc,
     transfer_pb2,
 )
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.protos.wire.socket_frames import Purpose
 from kvtier.server.auth.roles import OWNER, RPC_ROLES, Role, require_role
 from kvtier.server.refused import Refused
@@ -158,7 +159,7 @@ class TestTenants:
     def test_another_tenants_ids_are_refused(self, site: Site) -> None:
         """Sessions, leases and stores of another tenant give no access on any socket."""
         with raw(site, "acme-engine") as acme, raw(site, "zeta-engine") as zeta:
-            preparing = cache_pb2.PrepareStoreRequest(session=acme.ref, keys=[key_of(77)])
+            preparing = cache_pb2.PrepareStoreRequest(session=acme.ref, keys=pack_keys([key_of(77)]))
             store = acme.cache.PrepareStore(preparing, timeout=60)
             stolen = cache_pb2.CompleteStoreRequest(session=acme.ref, store_id=store.store_id)
             assert refused(lambda: zeta.cache.CompleteStore(stolen, timeout=60)) == (
@@ -176,7 +177,7 @@ class TestTenants:
                         stream.send(push_call(store.store_id))
                     assert stream.refusal()[1] == reason
             made_up = common_pb2.SessionRef(session_id=b"\0" * 16, epoch=acme.ref.epoch)
-            lookup = cache_pb2.LookupRequest(session=made_up, keys=KEYS)
+            lookup = cache_pb2.LookupRequest(session=made_up, keys=pack_keys(KEYS))
             assert refused(lambda: zeta.cache.Lookup(lookup, timeout=60)) == ("UNAUTHENTICATED", "UNKNOWN_SESSION")
 
     def test_a_local_call_connection_belongs_to_its_session(self, site: Site) -> None:
@@ -184,7 +185,7 @@ class TestTenants:
         with site.client("zeta-engine", unix=True, transport="shm") as zeta, raw(site, "acme-engine") as acme:
             zeta.wait_until_connected(60)
             session = zeta._transport.session
-            request = cache_pb2.LookupRequest(session=acme.ref, keys=KEYS)
+            request = cache_pb2.LookupRequest(session=acme.ref, keys=pack_keys(KEYS))
             with pytest.raises(SessionLost) as lost:
                 session.calls.call("CacheService/Lookup", request.SerializeToString(), 60.0)
             assert lost.value.reason == "UNKNOWN_SESSION"
@@ -209,7 +210,8 @@ class TestRoles:
                 reader.reset()
         with raw(site, "acme-engine") as session, raw(site, "acme-reader") as mine:
             store = session.cache.PrepareStore(
-                cache_pb2.PrepareStoreRequest(session=session.ref, keys=[b"fresh" * 4 + bytes(4)]), timeout=60
+                cache_pb2.PrepareStoreRequest(session=session.ref, keys=pack_keys([b"fresh" * 4 + bytes(4)])),
+                timeout=60,
             )
             frame = transfer_pb2.PushRequest(session=mine.ref, store_id=store.store_id).SerializeToString()
             assert refused(lambda: mine.push(iter([frame]), timeout=60)) == NOT_FOR_YOU
@@ -229,7 +231,7 @@ class TestRoles:
                 admin = admin_pb2_grpc.AdminServiceStub(channel)
                 sessions = session_pb2_grpc.SessionServiceStub(channel)
                 opening = session_pb2.OpenRequest(
-                    protocol_version=1, engine_id="e", namespace=namespace_of(PART).to_proto()
+                    protocol_version=2, engine_id="e", namespace=namespace_of(PART).to_proto()
                 )
                 calls = (
                     lambda admin=admin: admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=60),  # type: ignore[misc]
@@ -387,14 +389,14 @@ def test_removing_a_token_disconnects_a_client_that_ignores_heartbeats(tmp_path:
             capabilities = sessions.Capabilities(request, timeout=60, wait_for_ready=True)
             stream = sessions.Open(
                 session_pb2.OpenRequest(
-                    protocol_version=1, engine_id="e", rank=0, namespace=namespace_of(PART).to_proto()
+                    protocol_version=2, engine_id="e", rank=0, namespace=namespace_of(PART).to_proto()
                 )
             )
             ref = next(iter(stream)).session
             path = capabilities.region.attach_path
             target = SocketTarget(path, ref, credentials)
             calls = SocketCalls(target)
-            lookup = cache_pb2.LookupRequest(session=ref, keys=KEYS).SerializeToString()
+            lookup = cache_pb2.LookupRequest(session=ref, keys=pack_keys(KEYS)).SerializeToString()
             assert calls.prepare()
             assert calls.call("CacheService/Lookup", lookup, 60)
             remove_unread(site, "acme-engine")
@@ -420,12 +422,14 @@ def test_removing_a_token_ends_its_streams(tmp_path: Path, monkeypatch: pytest.M
         with site.credentials("acme-engine").channel(parse_endpoint(site.server.endpoint), options) as channel:
             sessions, cache = session_pb2_grpc.SessionServiceStub(channel), cache_pb2_grpc.CacheServiceStub(channel)
             opening = session_pb2.OpenRequest(
-                protocol_version=1, engine_id="e", rank=0, namespace=namespace_of(PART).to_proto()
+                protocol_version=2, engine_id="e", rank=0, namespace=namespace_of(PART).to_proto()
             )
             stream = sessions.Open(opening, timeout=60, wait_for_ready=True)
             ref = next(iter(stream)).session
-            store = cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=ref, keys=[key_of(99)]), timeout=60)
-            lookup = cache_pb2.LookupRequest(session=ref, keys=KEYS)
+            store = cache.PrepareStore(
+                cache_pb2.PrepareStoreRequest(session=ref, keys=pack_keys([key_of(99)])), timeout=60
+            )
+            lookup = cache_pb2.LookupRequest(session=ref, keys=pack_keys(KEYS))
             lease = cache.Lookup(lookup, timeout=60)
             assert lease.prefix_hits == len(KEYS)
             frames: SimpleQueue[bytes | None] = SimpleQueue()

@@ -21,6 +21,7 @@ from harness.server_process import own_bytes
 from kvtier.client import Credentials
 from kvtier.client.session.socket_calls import SocketTarget
 from kvtier.protos.v1 import cache_pb2, common_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.protos.wire.socket_frames import CALLS_PROTOCOL, HELLO_BYTES, STREAMS_PROTOCOL, Purpose
 
 NAMESPACE = namespace_of(PART)
@@ -128,7 +129,7 @@ def test_a_connection_ends_with_its_token(tmp_path: Path) -> None:
     site = make_site(tmp_path, heartbeat=0.2)
     with site.server.start(), tls_session(site) as session:
         route = tls_route(site, "acme-engine")
-        request = cache_pb2.LookupRequest(session=session.ref, keys=KEYS)
+        request = cache_pb2.LookupRequest(session=session.ref, keys=pack_keys(KEYS))
         with route.open(session, Purpose.CALLS) as calls, route.open(session) as streams:
             assert calls.call("CacheService/Lookup", request)[0] == 0
             site.tokens.remove("acme-engine")

@@ -25,27 +25,31 @@ from harness.raw import refusal_of
 
 from kvtier.client.results import KeyStatus
 from kvtier.protos.v1 import cache_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 
 CACHE_CASES: dict[str, tuple[Callable[[World], dict[str, Any]], tuple[str, str | None]]] = {
-    "BeginRequest without id": (lambda _: {"keys": KEYS}, INVALID),
-    "BeginRequest with a long id": (lambda _: {"request_id": "r" * 600, "keys": KEYS}, INVALID),
+    "BeginRequest without id": (lambda _: {"keys": pack_keys(KEYS)}, INVALID),
+    "BeginRequest with a long id": (lambda _: {"request_id": "r" * 600, "keys": pack_keys(KEYS)}, INVALID),
     "Lookup with a long id": (lambda _: {"request_id": "r" * 600}, INVALID),
-    "Lookup with a negative lease": (lambda _: {"keys": KEYS, "lease_duration": seconds(-1)}, INVALID),
-    "Lookup with a negative wait": (lambda _: {"keys": KEYS, "wait": seconds(-0.001)}, INVALID),
+    "Lookup with a negative lease": (lambda _: {"keys": pack_keys(KEYS), "lease_duration": seconds(-1)}, INVALID),
+    "Lookup with a negative wait": (lambda _: {"keys": pack_keys(KEYS), "wait": seconds(-0.001)}, INVALID),
     "Lookup with a wait that contradicts itself": (
-        lambda _: {"keys": KEYS, "wait": Duration(seconds=1, nanos=-(2**31))},
+        lambda _: {"keys": pack_keys(KEYS), "wait": Duration(seconds=1, nanos=-(2**31))},
         INVALID,
     ),
     "BeginRequest with a long conversation": (
-        lambda _: {"request_id": "r", "keys": KEYS, "conversation_id": "c" * 600},
+        lambda _: {"request_id": "r", "keys": pack_keys(KEYS), "conversation_id": "c" * 600},
         INVALID,
     ),
-    "BeginRequest with a negative wait": (lambda _: {"request_id": "r", "keys": KEYS, "wait": seconds(-1)}, INVALID),
-    "Prefetch with a negative wait": (lambda _: {"keys": KEYS, "wait": seconds(-1)}, INVALID),
-    "Prefetch with a negative retention": (lambda _: {"keys": KEYS, "retain_for": seconds(-1)}, INVALID),
-    "Prefetch with a long id": (lambda _: {"request_id": "r" * 600, "keys": KEYS}, INVALID),
+    "BeginRequest with a negative wait": (
+        lambda _: {"request_id": "r", "keys": pack_keys(KEYS), "wait": seconds(-1)},
+        INVALID,
+    ),
+    "Prefetch with a negative wait": (lambda _: {"keys": pack_keys(KEYS), "wait": seconds(-1)}, INVALID),
+    "Prefetch with a negative retention": (lambda _: {"keys": pack_keys(KEYS), "retain_for": seconds(-1)}, INVALID),
+    "Prefetch with a long id": (lambda _: {"request_id": "r" * 600, "keys": pack_keys(KEYS)}, INVALID),
     "Touch with a negative lease": (lambda w: {"lease_ids": [w.lease()], "lease_duration": seconds(-5)}, INVALID),
-    "Flush with a negative wait": (lambda _: {"keys": KEYS, "wait": seconds(-1)}, INVALID),
+    "Flush with a negative wait": (lambda _: {"keys": pack_keys(KEYS), "wait": seconds(-1)}, INVALID),
     "PrepareLoad of an unknown lease": (lambda _: {"lease_id": 2**64 - 1, "items": [0]}, NO_LEASE),
     "PrepareLoad of another client's": (lambda w: {"lease_id": w.lease(w.theirs), "items": [0]}, NOT_OWNER),
     "PrepareLoad of an unknown item": (lambda w: {"lease_id": w.lease(), "items": [0, 32]}, INVALID),
@@ -73,10 +77,10 @@ CACHE_CASES: dict[str, tuple[Callable[[World], dict[str, Any]], tuple[str, str |
     "CompleteStore with an item far out": (lambda w: {"store_id": w.store(), "failed_items": [2**32 - 1]}, INVALID),
     "FinishRequest with a long id": (lambda _: {"request_id": "r" * 600}, INVALID),
     "FinishRequest without an id": (lambda _: {}, INVALID),
-    "PrepareStore with a long id": (lambda _: {"request_id": "r" * 600, "keys": FRESH}, INVALID),
+    "PrepareStore with a long id": (lambda _: {"request_id": "r" * 600, "keys": pack_keys(FRESH)}, INVALID),
     **{
         f"BeginRequest with params {name}": (
-            lambda _, text=text: {"request_id": "r", "keys": KEYS, "kv_transfer_params_json": text},
+            lambda _, text=text: {"request_id": "r", "keys": pack_keys(KEYS), "kv_transfer_params_json": text},
             INVALID,
         )
         for name, text in {
@@ -106,7 +110,7 @@ def test_completing_twice(world: World) -> None:
     for complete, second in ((store, NO_STORE), (load, NO_LEASE)):
         complete(world)
         refuse(world, complete, second)
-    assert set(call("Lookup", lambda _: {"keys": FRESH})(world).statuses) == {KeyStatus.MISS}  # type: ignore[attr-defined]
+    assert set(call("Lookup", lambda _: {"keys": pack_keys(FRESH)})(world).statuses) == {KeyStatus.MISS}  # type: ignore[attr-defined]
 
 
 def test_unknown_leases_and_requests_can_be_ended(world: World) -> None:
@@ -121,7 +125,7 @@ def test_unknown_leases_and_requests_can_be_ended(world: World) -> None:
 def test_times_beyond_the_limits_are_shortened(world: World) -> None:
     """A wait or lease of centuries is shortened to the server's limit instead of being refused."""
     long = Duration(seconds=10**11)
-    request = cache_pb2.LookupRequest(keys=KEYS, lease_duration=long, wait=long)
+    request = cache_pb2.LookupRequest(keys=pack_keys(KEYS), lease_duration=long, wait=long)
     found: Any = call("Lookup", lambda _: request)(world)
     assert found.prefix_hits == len(KEYS)
     call("ReleaseLease", lambda _: {"lease_ids": [found.lease_id]})(world)
@@ -130,7 +134,7 @@ def test_times_beyond_the_limits_are_shortened(world: World) -> None:
 def test_a_cancelled_lookup_leaves_no_lease(world: World) -> None:
     """The caller disconnects while the server waits for blocks."""
     world.store(world.theirs)
-    request = cache_pb2.LookupRequest(session=world.mine.ref, keys=FRESH, wait=seconds(20))
+    request = cache_pb2.LookupRequest(session=world.mine.ref, keys=pack_keys(FRESH), wait=seconds(20))
     with pytest.raises(grpc.RpcError) as refusal:
         world.mine.cache.Lookup(request, timeout=0.2)
     assert refusal_of(refusal.value) == ("DEADLINE_EXCEEDED", None)

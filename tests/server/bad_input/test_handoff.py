@@ -29,12 +29,15 @@ from harness.raw import refusal_of
 from kvtier.client import make_key
 from kvtier.client.results import KeyStatus
 from kvtier.protos.v1 import cache_pb2, handoff_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 
 
 def publish(**fields: Any) -> Call:
     """Returns a valid publication with these fields replaced."""
     sound = {"request_id": "r", "keys": KEYS, "positions": range(len(KEYS)), "num_tokens": 1}
-    return call("PublishHold", lambda _: handoff_pb2.PublishHoldRequest(**(sound | fields)))
+    fields = sound | fields
+    fields["keys"] = pack_keys(fields["keys"])
+    return call("PublishHold", lambda _: handoff_pb2.PublishHoldRequest(**fields))
 
 
 def claim(**fields: Any) -> Call:

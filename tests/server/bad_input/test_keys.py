@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness.misbehaving import FRESH, INVALID, INVALID_KEY, KEYS, TOO_LARGE, TOO_MANY, World, call, refuse, seconds
+from harness.misbehaving import FRESH, INVALID_KEY, KEYS, TOO_LARGE, TOO_MANY, World, call, refuse, seconds
 from harness.payloads import key_of
 from harness.server_process import MIB
 
 from kvtier.client import StoreStatus, make_key
 from kvtier.client.results import DurableStatus, KeyStatus
 from kvtier.protos.v1 import cache_pb2, common_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 
 WITH_KEYS = {
     "BeginRequest": lambda **fields: cache_pb2.BeginRequestRequest(request_id="r", **fields),
@@ -37,51 +38,44 @@ WITH_KEYS = {
 )
 def test_bad_keys_are_refused(world: World, method: str, keys: list[bytes], expected: tuple[str, str | None]) -> None:
     """Every method with keys refuses malformed keys and too many of them; it grants nothing."""
-    refuse(world, call(method, lambda _: WITH_KEYS[method](keys=keys)), expected)
+    refuse(world, call(method, lambda _: WITH_KEYS[method](keys=pack_keys(keys))), expected)
 
 
-WITH_PACKED_KEYS = [method for method in WITH_KEYS if method != "Flush"]
 KEY_BYTES = len(KEYS[0])
+LENGTHS = bytes([KEY_BYTES, 0]) * len(KEYS)
 
 
-@pytest.mark.parametrize("method", WITH_PACKED_KEYS)
+@pytest.mark.parametrize("method", WITH_KEYS)
 @pytest.mark.parametrize(
-    ("keys", "key_bytes", "unpacked", "expected"),
+    ("fields", "expected"),
     [
-        pytest.param(b"five5", 0, [], INVALID_KEY, id="of no length"),
-        pytest.param(b"abcd" * 3, 4, [], INVALID_KEY, id="only groups"),
-        pytest.param(b"k" * 81, 81, [], INVALID_KEY, id="too long"),
-        pytest.param(b"".join(KEYS)[:-1], KEY_BYTES, [], INVALID_KEY, id="cut off"),
-        pytest.param(b"".join(KEYS), 2**32 - 1, [], INVALID_KEY, id="longer than all of them"),
-        pytest.param(b"".join([*KEYS, make_key(KEYS[0][:-4], 2)]), KEY_BYTES, [], INVALID_KEY, id="no such group"),
-        pytest.param(b"five5" * 65_537, 5, [], TOO_MANY, id="one too many"),
-        pytest.param(b"five5" * 1_000_000, 5, [], TOO_MANY, id="a million"),
-        pytest.param(b"".join(KEYS), KEY_BYTES, KEYS[:1], INVALID, id="both ways"),
+        pytest.param({"keys": b"five5"}, INVALID_KEY, id="of no length"),
+        pytest.param({"keys": b"".join(KEYS)[:-1], "key_bytes": KEY_BYTES}, INVALID_KEY, id="cut off"),
+        pytest.param({"keys": b"".join(KEYS), "key_bytes": 2**32 - 1}, INVALID_KEY, id="longer than all of them"),
+        pytest.param({"keys": b"".join(KEYS), "key_bytes": KEY_BYTES, "lengths": LENGTHS}, INVALID_KEY, id="both ways"),
+        pytest.param({"keys": b"".join(KEYS), "lengths": LENGTHS[:-1]}, INVALID_KEY, id="half a length"),
+        pytest.param({"keys": b"".join(KEYS), "lengths": LENGTHS[:-2]}, INVALID_KEY, id="one length too few"),
+        pytest.param({"lengths": bytes(2 * 65_537)}, TOO_MANY, id="lengths of no bytes"),
     ],
 )
-def test_bad_packed_keys_are_refused(
-    world: World, method: str, keys: bytes, key_bytes: int, unpacked: list[bytes], expected: tuple[str, str | None]
+def test_malformed_keys_are_refused(
+    world: World, method: str, fields: dict[str, Any], expected: tuple[str, str | None]
 ) -> None:
-    """Packed keys are checked as strictly as unpacked ones."""
-    packed = common_pb2.PackedKeys(keys=keys, key_bytes=key_bytes)
-    refuse(world, call(method, lambda _: WITH_KEYS[method](packed_keys=packed, keys=unpacked)), expected)
+    """The bytes and the lengths of the keys must fit together."""
+    packed = common_pb2.PackedKeys(**fields)
+    refuse(world, call(method, lambda _: WITH_KEYS[method](keys=packed)), expected)
 
 
-def test_packed_keys_act_like_unpacked_keys(world: World) -> None:
-    """The server finds, grants and repeats packed keys like unpacked ones."""
-    asked = [*KEYS, key_of(7, salt="unknown"), *KEYS[:3]]
-    packed = common_pb2.PackedKeys(keys=b"".join(asked), key_bytes=KEY_BYTES)
-    answers: list[Any] = [
-        call("Lookup", lambda _, fields=fields: cache_pb2.LookupRequest(mode=cache_pb2.LOOKUP_MODE_EACH, **fields))(
-            world
-        )
-        for fields in ({"keys": asked}, {"packed_keys": packed})
-    ]
-    for found in answers:
-        assert list(found.statuses) == [KeyStatus.HIT] * 32 + [KeyStatus.MISS] + [KeyStatus.HIT] * 3
-        call("ReleaseLease", lambda _, id_=found.lease_id: cache_pb2.ReleaseLeaseRequest(lease_ids=[id_]))(world)
-    packed = common_pb2.PackedKeys(keys=KEYS[0] + FRESH[0], key_bytes=KEY_BYTES)
-    granted: Any = call("PrepareStore", lambda _: cache_pb2.PrepareStoreRequest(packed_keys=packed))(world)
+def test_keys_may_have_different_lengths(world: World) -> None:
+    """The server finds, grants and repeats keys of other lengths like those of one length."""
+    asked = [*KEYS, make_key(b"another length", 0), *KEYS[:3]]
+    found: Any = call(
+        "Lookup", lambda _: cache_pb2.LookupRequest(mode=cache_pb2.LOOKUP_MODE_EACH, keys=pack_keys(asked))
+    )(world)
+    assert list(found.statuses) == [KeyStatus.HIT] * 32 + [KeyStatus.MISS] + [KeyStatus.HIT] * 3
+    call("ReleaseLease", lambda _: cache_pb2.ReleaseLeaseRequest(lease_ids=[found.lease_id]))(world)
+    new = [KEYS[0], make_key(b"another length", 0)]
+    granted: Any = call("PrepareStore", lambda _: cache_pb2.PrepareStoreRequest(keys=pack_keys(new)))(world)
     assert list(granted.statuses) == [StoreStatus.PRESENT, StoreStatus.GRANTED]
     call("CompleteStore", lambda _: cache_pb2.CompleteStoreRequest(store_id=granted.store_id, abort=True))(world)
 
@@ -99,15 +93,17 @@ def test_unknown_keys_are_misses(world: World) -> None:
     """They get no lease and are durable in no tier."""
     unknown = [key_of(number, salt="unknown") for number in range(1000)]
     for mode in (cache_pb2.LOOKUP_MODE_PREFIX, cache_pb2.LOOKUP_MODE_EACH):
-        found: Any = call("Lookup", lambda _, mode=mode: cache_pb2.LookupRequest(keys=unknown, mode=mode))(world)
+        found: Any = call("Lookup", lambda _, mode=mode: cache_pb2.LookupRequest(keys=pack_keys(unknown), mode=mode))(
+            world
+        )
         assert (set(found.statuses), found.prefix_hits, found.lease_id) == ({KeyStatus.MISS}, 0, 0)
-    flushed: Any = call("Flush", lambda _: cache_pb2.FlushRequest(keys=unknown, wait=seconds(5)))(world)
+    flushed: Any = call("Flush", lambda _: cache_pb2.FlushRequest(keys=pack_keys(unknown), wait=seconds(5)))(world)
     assert set(flushed.statuses) == {DurableStatus.VOLATILE}
 
 
 def test_refused_messages_are_freed_at_once(world: World) -> None:
     """Refused messages and their unpacked keys are freed without a garbage collection."""
-    refused = call("Lookup", lambda _: cache_pb2.LookupRequest(keys=[b"five5"] * 1_000_000))
+    refused = call("Lookup", lambda _: cache_pb2.LookupRequest(keys=pack_keys([b"five5"] * 1_000_000)))
     refuse(world, refused, TOO_MANY)
     before = world.server.own_bytes()
     for _ in range(8):
@@ -117,9 +113,11 @@ def test_refused_messages_are_freed_at_once(world: World) -> None:
 
 def test_a_repeated_key_has_one_lease_and_one_slot(world: World) -> None:
     """A repeated key is answered each time it occurs."""
-    found: Any = call("Lookup", lambda _: cache_pb2.LookupRequest(keys=KEYS[:1] * 5000))(world)
+    found: Any = call("Lookup", lambda _: cache_pb2.LookupRequest(keys=pack_keys(KEYS[:1] * 5000)))(world)
     assert found.prefix_hits == 5000
     call("ReleaseLease", lambda _: cache_pb2.ReleaseLeaseRequest(lease_ids=[found.lease_id] * 5000))(world)
-    granted: Any = call("PrepareStore", lambda _: cache_pb2.PrepareStoreRequest(keys=FRESH[:1] * 5000))(world)
+    granted: Any = call("PrepareStore", lambda _: cache_pb2.PrepareStoreRequest(keys=pack_keys(FRESH[:1] * 5000)))(
+        world
+    )
     assert list(granted.statuses) == [StoreStatus.GRANTED] + [StoreStatus.IN_PROGRESS] * 4999
     call("CompleteStore", lambda _: cache_pb2.CompleteStoreRequest(store_id=granted.store_id, abort=True))(world)

@@ -26,6 +26,7 @@ from harness.raw import RawSession
 from harness.server_process import MIB
 
 from kvtier.protos.v1 import cache_pb2, common_pb2, handoff_pb2, session_pb2, transfer_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 
 
 def test_table_names_every_method_of_the_cache() -> None:
@@ -76,10 +77,12 @@ def test_scheduler_has_no_slots(world: World) -> None:
             RawSession(world.server.endpoint, TWO_RANKS, engine_id="workers", rank=rank) as worker,
             contextlib.closing(worker.attach()),
         ):
-            answer = worker.cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=worker.ref, keys=keys))
+            answer = worker.cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=worker.ref, keys=pack_keys(keys)))
             worker.cache.CompleteStore(cache_pb2.CompleteStoreRequest(session=worker.ref, store_id=answer.store_id))
-    refuse(world, as_scheduler("PrepareStore", lambda _: cache_pb2.PrepareStoreRequest(keys=keys)), INVALID)
-    refuse(world, as_scheduler("Lookup", lambda _: cache_pb2.LookupRequest(keys=keys, want_slots=True)), INVALID)
+    refuse(world, as_scheduler("PrepareStore", lambda _: cache_pb2.PrepareStoreRequest(keys=pack_keys(keys))), INVALID)
+    refuse(
+        world, as_scheduler("Lookup", lambda _: cache_pb2.LookupRequest(keys=pack_keys(keys), want_slots=True)), INVALID
+    )
     assert world.server.status().leases == 0
     lease_id = world.lease(world.headless, keys)
     refuse(

@@ -38,6 +38,7 @@ from harness.server_process import MIB
 from kvtier.client.results import KeyStatus
 from kvtier.protos.error_reasons import STATUS_OF
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.protos.wire.socket_frames import DATA_HEAD_BYTES, PUSH, Purpose, pack_call, pack_data_head, unpack_data_head
 
 Outcome = tuple[str, str | None] | None
@@ -230,7 +231,7 @@ def test_a_cancelled_push_leaves_no_block(world: World, service: str) -> None:
     else:
         with open_streams(world) as connection:
             connection.send(push_call(store_id), data_frame(bytes(100)))
-    found: Any = call("Lookup", lambda _: cache_pb2.LookupRequest(keys=FRESH))(world)
+    found: Any = call("Lookup", lambda _: cache_pb2.LookupRequest(keys=pack_keys(FRESH)))(world)
     assert KeyStatus.HIT not in found.statuses
     call("ReleaseLease", lambda _: cache_pb2.ReleaseLeaseRequest(lease_ids=[found.lease_id]))(world)
 

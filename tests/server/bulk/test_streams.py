@@ -40,6 +40,7 @@ from kvtier.client.transport.socket_connector import GrpcStreams
 from kvtier.client.transport.socket_streams import SocketStreams
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
 from kvtier.protos.wire import socket_frames as frames
+from kvtier.protos.wire.packed_keys import pack_keys
 
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
@@ -212,7 +213,7 @@ def test_a_completion_waits_for_the_streams_of_its_store(session: RawSession, co
     complete(session, store_id)
     connection.send(frame_of(connection, b"late"))
     assert connection.refusal() == ("NOT_FOUND", "STORE_NOT_FOUND")
-    lookup = cache_pb2.LookupRequest(session=session.ref, keys=keys[:1], mode=cache_pb2.LOOKUP_MODE_EACH)
+    lookup = cache_pb2.LookupRequest(session=session.ref, keys=pack_keys(keys[:1]), mode=cache_pb2.LOOKUP_MODE_EACH)
     lease = session.cache.Lookup(lookup, timeout=TIMEOUT)
     pull = transfer_pb2.PullRequest(session=session.ref, lease_id=lease.lease_id, items=[0])
     answers = (transfer_pb2.PullResponse.FromString(each) for each in session.pull(pull, timeout=TIMEOUT))
@@ -286,7 +287,9 @@ def test_slow_readers_need_little_memory(route: Route, session: RawSession) -> N
     with route.client(NAMESPACE) as other, contextlib.ExitStack() as opened:
         wait_for_bulk(other)
         store_all(other, keys)
-        lease = session.cache.Lookup(cache_pb2.LookupRequest(session=session.ref, keys=keys), timeout=TIMEOUT)
+        lease = session.cache.Lookup(
+            cache_pb2.LookupRequest(session=session.ref, keys=pack_keys(keys)), timeout=TIMEOUT
+        )
         stalled = [opened.enter_context(route.open(session)) for _ in range(4)]
         pid = bulk_pid(route.server.pid)
         assert pid is not None

@@ -122,7 +122,7 @@ def test_sessions_are_listed(shared: ServerProcess) -> None:
 def test_the_status_describes_the_server_process(shared: ServerProcess) -> None:
     """Process, protocol, region, and delay of the event loop."""
     answer = json_output("status", "--endpoint", shared.endpoint)
-    assert (answer["pid"], answer["protocol_versions"]) == (shared.pid, [1])
+    assert (answer["pid"], answer["protocol_versions"]) == (shared.pid, [2])
     assert 0 <= answer["loop_lag_seconds"] < 30
     assert answer["region"]["size_bytes"] == 64 * MIB
 

@@ -17,6 +17,7 @@ from harness.unfinished_grpc import UnfinishedCalls
 
 from kvtier.client.results import KeyStatus
 from kvtier.protos.v1 import cache_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.protos.wire.socket_frames import HEAD_BYTES, FrameKind, Purpose, pack_call
 from kvtier.server.rpc.receptions import MessageBudget
 
@@ -59,7 +60,7 @@ def begin_large_call(connection: RawSocket) -> None:
 def large_lookup(session: RawSession) -> cache_pb2.LookupRequest:
     """Returns a request of more than 64 KiB."""
     keys = [number.to_bytes(32, "little") + bytes(4) for number in range(4000)]
-    return cache_pb2.LookupRequest(session=session.ref, keys=keys)
+    return cache_pb2.LookupRequest(session=session.ref, keys=pack_keys(keys))
 
 
 def test_unfinished_requests_hold_little_memory(server: ServerProcess, session: RawSession) -> None:

@@ -33,6 +33,7 @@ from kvtier.client.session.socket_calls import MAX_IDLE
 from kvtier.client.timeouts import Timeouts
 from kvtier.client.transport.grpc_methods import RESPONSES
 from kvtier.protos.v1 import cache_pb2, common_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.protos.wire.socket_frames import STATUS_OF_CODE, FrameKind, Hello, Purpose, pack_call
 from kvtier.server.rpc.slice_scheduler import SliceScheduler
 from kvtier.server.rpc.socket_calls import SocketCallServer, _Connection, _run_eagerly
@@ -64,7 +65,7 @@ def connection(route: Route, session: RawSession) -> Iterator[RawSocket]:
 
 
 def lookup_of(session: RawSession, keys: list[bytes], wait: int = 0) -> cache_pb2.LookupRequest:
-    request = cache_pb2.LookupRequest(session=session.ref, keys=keys)
+    request = cache_pb2.LookupRequest(session=session.ref, keys=pack_keys(keys))
     request.wait.seconds = wait
     return request
 
@@ -144,7 +145,7 @@ async def test_a_request_in_single_bytes_needs_few_reads(monkeypatch: pytest.Mon
 def test_a_waiting_call_delays_only_later_calls(session: RawSession, connection: RawSocket) -> None:
     """On one connection its answer precedes those of later calls."""
     hit, wait = lookup_of(session, KEYS), lookup_of(session, [key_of(99)])
-    flush = cache_pb2.FlushRequest(session=session.ref, keys=KEYS)
+    flush = cache_pb2.FlushRequest(session=session.ref, keys=pack_keys(KEYS))
     flush.wait.nanos = 200_000_000
     calls = [("Lookup", hit), ("Flush", flush), ("Lookup", wait), ("Nothing", hit)] * 3
     connection.send(*(connection.next_call(b"CacheService/" + n.encode(), m.SerializeToString()) for n, m in calls))
@@ -205,7 +206,7 @@ def test_a_too_large_request_behind_a_waiting_call(session: RawSession, connecti
     """Buffered bytes are dropped, the rest is read, and the connection stays open."""
     keys = [key_of(76)]  # not of KEYS: other tests expect misses, also while this session closes
     prepare(session, keys)
-    waits = cache_pb2.FlushRequest(session=session.ref, keys=keys, wait=Duration(seconds=1))
+    waits = cache_pb2.FlushRequest(session=session.ref, keys=pack_keys(keys), wait=Duration(seconds=1))
     connection.send(
         connection.next_call(b"CacheService/Flush", waits.SerializeToString()), too_large(connection, 64 * MIB)
     )

@@ -9,6 +9,7 @@ from harness.operations import run_to_end
 from harness.service_calls import SPEC, Calls, serving, until
 
 from kvtier.protos.v1 import cache_pb2, conversation_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.server.config.tenants import tenant_tag
 from kvtier.server.refused import Refused
 from kvtier.server.services.conversation_calls import _MAX_WAITING, ConversationService
@@ -32,7 +33,7 @@ async def conversation() -> AsyncIterator[tuple[Calls, ConversationService]]:
     async with serving() as calls:
         calls.session = calls.runtime.core.open_session(b"t", "e", 0, OWN)
         calls.registry.count_call_without_session = lambda _: None
-        begin = cache_pb2.BeginRequestRequest(request_id="r", keys=KEYS, conversation_id="c")
+        begin = cache_pb2.BeginRequestRequest(request_id="r", keys=pack_keys(KEYS), conversation_id="c")
         await calls.service.BeginRequest(begin, None)
         run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS)))
         yield calls, ConversationService(calls.runtime, calls.registry, calls.validator, calls.long_calls)

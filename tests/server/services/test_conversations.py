@@ -27,6 +27,7 @@ from kvtier.client import (
     TierFilter,
 )
 from kvtier.protos.v1 import conversation_pb2, conversation_pb2_grpc
+from kvtier.protos.wire.packed_keys import pack_keys
 
 PART = 64 << 10
 ACT = ConversationAction
@@ -183,9 +184,9 @@ def test_pinned_blocks_stay_until_they_are_unpinned(client: Client, agent: Conve
         ({"action": "UNSPECIFIED", "conversation_id": "none"}, "INVALID_ARGUMENT"),
         ({"action": "DELETE"}, "INVALID_ARGUMENT"),
         ({"action": "DELETE", "conversation_id": "c", "last_key": b"x" * 20}, "INVALID_ARGUMENT"),
-        ({"action": "DELETE", "keys": [b"x" * 20]}, "INVALID_ARGUMENT"),
-        ({"action": "DELETE", "keys": [b"x" * 20], "namespace_id": b"n" * 32}, "INVALID_ARGUMENT"),
-        ({"action": "DELETE", "keys": [b"x" * 2000], "namespace_id": b"n" * 32}, "INVALID_KEY"),
+        ({"action": "DELETE", "keys": pack_keys([b"x" * 20])}, "INVALID_ARGUMENT"),
+        ({"action": "DELETE", "keys": pack_keys([b"x" * 20]), "namespace_id": b"n" * 32}, "INVALID_ARGUMENT"),
+        ({"action": "DELETE", "keys": pack_keys([b"x" * 2000]), "namespace_id": b"n" * 32}, "INVALID_KEY"),
         ({"action": "DELETE", "conversation_id": "c" * 600}, "INVALID_ARGUMENT"),
     ],
 )

@@ -100,7 +100,7 @@ async def test_a_session_ends_with_its_credentials(calls: Calls) -> None:
     registry = SessionRegistry(calls.runtime, 8)
     config: Any = SimpleNamespace(sessions=SessionConfig(heartbeat_interval=0.001))
     service = SessionService(config, calls.runtime, registry, Path("/unused"), session_pb2.Devices())
-    request = session_pb2.OpenRequest(protocol_version=1, engine_id="e", namespace=namespace_of(PART).to_proto())
+    request = session_pb2.OpenRequest(protocol_version=2, engine_id="e", namespace=namespace_of(PART).to_proto())
     heartbeats = service.Open(request, SimpleNamespace(peer=lambda: "unix:"))
     for _ in range(2):
         assert (await anext(heartbeats)).session.session_id

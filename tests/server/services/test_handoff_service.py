@@ -15,6 +15,7 @@ from harness.polling import async_wait_until
 
 from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1 import handoff_pb2
+from kvtier.protos.wire.packed_keys import pack_keys, unpack_key_list
 from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
 from kvtier.server.refused import Refused
 from kvtier.server.rpc.request_checks import RequestValidator
@@ -54,7 +55,9 @@ class Engine:
             raise Refused("DRAINING", "the server is shutting down")
 
     async def publish(self, names: list[bytes], **fields: Any) -> handoff_pb2.PublishHoldResponse:
-        request = handoff_pb2.PublishHoldRequest(request_id="r", keys=names, positions=range(len(names)), **fields)
+        request = handoff_pb2.PublishHoldRequest(
+            request_id="r", keys=pack_keys(names), positions=range(len(names)), **fields
+        )
         answer: handoff_pb2.PublishHoldResponse = await self._service.PublishHold(request, None)
         return answer
 
@@ -242,7 +245,7 @@ async def test_a_claim_runs_in_slices(large: Engine) -> None:
         await asyncio.sleep(0)
     assert turns > 2048 // 256
     answer = await claiming
-    assert list(answer.keys) == keys(0, 2048)
+    assert unpack_key_list(answer.keys) == keys(0, 2048)
     assert list(answer.positions) == list(range(2048))
     assert answer.statuses == bytes([KeyStatus.HIT]) * 1024 + bytes([KeyStatus.HIT_PENDING]) * 1024
     [lease] = large.runtime.core.leases()

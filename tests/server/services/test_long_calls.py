@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from harness.service_calls import PART, SPEC, Calls, broker_of, duration, servin
 from harness.shared_tier import SharedDirectory
 
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
-from kvtier.protos.wire.packed_keys import unpack_offsets
+from kvtier.protos.v1.common_pb2 import PackedKeys
+from kvtier.protos.wire.packed_keys import pack_keys, slices_of_keys, unpack_offsets
 from kvtier.server.bulk.messages import Begin, Caller, End, Granted, Refusal
 from kvtier.server.refused import Refused
 from kvtier.server.runtime import TierRuntime
@@ -223,32 +223,28 @@ def test_long_calls_run_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("call", "packed"),
-    [("Flush", False), ("Lookup", False), ("Lookup", True), ("PrepareStore", False), ("PrepareStore", True)],
-)
-def test_the_keys_of_a_request_are_read_in_slices(monkeypatch: pytest.MonkeyPatch, call: str, *, packed: bool) -> None:
+@pytest.mark.parametrize("call", ["Flush", "Lookup", "PrepareStore"])
+@pytest.mark.parametrize("more", [b"", b"longer"])
+def test_the_keys_of_a_request_are_read_in_slices(monkeypatch: pytest.MonkeyPatch, call: str, more: bytes) -> None:
     """Other calls run between two slices, also if the call is refused because of its last key."""
 
     async def scenario() -> None:
         async with serving() as calls:
-            scheduler, slices = calls.long_calls._scheduler, []
+            scheduler, slices = calls.long_calls._scheduler, list[tuple[int, int]]()
 
-            def read(original: Callable[..., list[bytes]], *arguments: Any) -> list[bytes]:
-                found = original(*arguments)
-                slices.append((scheduler.turns, len(found)))
-                return found
+            def read(packed: PackedKeys, most: int) -> Iterator[tuple[bytes, list[bytes]]]:
+                for joined, found in slices_of_keys(packed, most):
+                    yield joined, found
+                    slices.append((scheduler.turns, len(found)))
 
-            for name in ("keys", "unpack"):
-                monkeypatch.setattr(calls.validator, name, partial(read, getattr(calls.validator, name)))
-            names = [*KEYS * 15, *KEYS[:5]]
+            monkeypatch.setattr(long_calls, "slices_of_keys", read)
+            names = [more + KEYS[0], *KEYS * 15, *KEYS[:5]]
             kind: Any = getattr(cache_pb2, f"{call}Request")
             bad = KEYS[0][:-4] + b"\0\0\0\7"
             for last in (bad, names[-1]):
                 slices.clear()
                 all_keys = [*names[:-1], last]
-                fields = {"packed_keys": {"keys": b"".join(all_keys), "key_bytes": len(bad)}} if packed else {}
-                work = getattr(calls.service, call)(kind(**fields or {"keys": all_keys}), None)
+                work = getattr(calls.service, call)(kind(keys=pack_keys(all_keys)), None)
                 if last is bad:
                     with pytest.raises(InvalidKey):
                         await work
@@ -442,12 +438,12 @@ def test_prefetches_run_in_slices() -> None:
     async def scenario() -> None:
         async with serving() as calls:
             run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS)))
-            call = asyncio.create_task(calls.service.Prefetch(cache_pb2.PrefetchRequest(keys=KEYS), None))
+            call = asyncio.create_task(calls.service.Prefetch(cache_pb2.PrefetchRequest(keys=pack_keys(KEYS)), None))
             assert await turns_of(call) >= MANY // 256
             assert call.result().present_blocks == MANY
             await until(lambda: not calls.pins())
             before = calls.long_calls._scheduler.turns
-            call = asyncio.create_task(calls.service.Prefetch(cache_pb2.PrefetchRequest(keys=KEYS), None))
+            call = asyncio.create_task(calls.service.Prefetch(cache_pb2.PrefetchRequest(keys=pack_keys(KEYS)), None))
             await until(lambda: calls.long_calls._scheduler.turns == before + KEY_TURNS + 5)
             assert not call.done()
             assert not calls.pins()

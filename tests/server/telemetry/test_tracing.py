@@ -22,6 +22,7 @@ from harness.traffic import PART, assert_stored, store
 
 from kvtier.client import Client
 from kvtier.protos.v1 import cache_pb2, common_pb2
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.server.config.loader import load
 from kvtier.server.config.schema import ConfigError, TracingConfig
 from kvtier.server.telemetry.tracing import TracingError, open_tracing
@@ -46,7 +47,7 @@ def complaints(server: Launched) -> list[dict[str, Any]]:
 def look_up(raw: RawSession, request_id: str, traceparent: str = "") -> None:
     """Looks up a block, within a trace if one is given."""
     metadata = [("traceparent", traceparent)] if traceparent else []
-    request = cache_pb2.LookupRequest(session=raw.ref, keys=[key_of(1)], request_id=request_id)
+    request = cache_pb2.LookupRequest(session=raw.ref, keys=pack_keys([key_of(1)]), request_id=request_id)
     raw.cache.Lookup(request, timeout=60, metadata=metadata)
 
 
@@ -65,7 +66,7 @@ def test_a_call_continues_the_trace_of_its_caller(tmp_path: Path) -> None:
             stale = common_pb2.SessionRef(session_id=raw.ref.session_id, epoch=1)
             with pytest.raises(Exception, match="earlier run"):
                 raw.cache.Lookup(
-                    cache_pb2.LookupRequest(session=stale, keys=[key_of(1)]),
+                    cache_pb2.LookupRequest(session=stale, keys=pack_keys([key_of(1)])),
                     timeout=60,
                     metadata=[("traceparent", f"00-{TRACE}-{PARENT}-01")],
                 )
