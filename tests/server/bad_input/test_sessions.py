@@ -129,7 +129,7 @@ OPEN_CASES: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
     "transport's name too long": ({"transport": "t" * 1_000_000}, INVALID),
     "model's name too long": ({"namespace": {"model": "m" * 1_000_000}}, BAD_NAMESPACE),
     "no version": ({"protocol_version": 0}, ("FAILED_PRECONDITION", "UNSUPPORTED_VERSION")),
-    "version of the future": ({"protocol_version": 2}, ("FAILED_PRECONDITION", "UNSUPPORTED_VERSION")),
+    "version of the future": ({"protocol_version": 3}, ("FAILED_PRECONDITION", "UNSUPPORTED_VERSION")),
 }
 
 

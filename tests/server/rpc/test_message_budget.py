@@ -48,7 +48,7 @@ def calls_of(session: RawSession) -> RawSocket:
 def begin_large_call(connection: RawSocket) -> None:
     """Announces a request of 8 MiB, and sends what the socket accepts at once, except the end."""
     connection.socket.setblocking(False)
-    start = pack_call(1, b"CacheService/Lookup", b"")[HEAD_BYTES:]
+    start = pack_call(1, b"EventService/DescribeBlocks", b"")[HEAD_BYTES:]
     rest = memoryview(struct.pack("<IBQ", LIMIT, FrameKind.CALL, 1) + start + bytes(LIMIT - len(start) - 1))
     idle_since = time.monotonic()
     while rest and time.monotonic() < idle_since + 0.05:
