@@ -12,11 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from harness.operations import run_to_end
-
 from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.operations import run_to_end
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.eviction.admission import ADMISSION
 from kvtier.tiers.negotiation import vote

@@ -19,10 +19,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from harness.operations import run_to_end
-
 from kvtier.tiers.base import NamespaceId, RequestInfo
 from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.operations import run_to_end
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.eviction import DEFAULT_POLICY, POLICIES
 from kvtier.tiers.types import SLOT_ALIGNMENT, EngineSession, NamespaceSpec

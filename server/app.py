@@ -83,7 +83,7 @@ async def _serve(config: Config, downgrades: Downgrades | None) -> int:
         await server.start()
         manager.ready()
         await stop.wait()
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, StartError):  # the signal also ends children
         if not stop.is_set():
             raise
     finally:

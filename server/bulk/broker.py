@@ -20,6 +20,7 @@ from prometheus_client import Counter
 
 from ...protos.v1 import common_pb2
 from ...tiers.core.in_flight_stores import Store
+from ...tiers.core.operations import run_to_end
 from ...tiers.errors import CoreError, LeaseNotFound
 from ...tiers.types import EngineSession, LeaseId, StoreId
 from ..auth.audit_log import AuditLog
@@ -286,7 +287,7 @@ class BulkBroker:
             if not store.received.covers(0, sum(block.part_bytes for block in store.blocks)):
                 return False
             try:
-                self._core.complete_store(session, StoreId(stream.target))
+                run_to_end(self._core.complete_store(session, StoreId(stream.target), slice_blocks=_COMPLETED_BLOCKS))
             finally:
                 self._runtime.run_commands()
             return True

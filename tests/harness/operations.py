@@ -6,7 +6,7 @@ import inspect
 from typing import Any, Generic, TypeVar
 
 from kvtier.tiers.core.commands import Waiter
-from kvtier.tiers.core.operations import Operation
+from kvtier.tiers.core.operations import Operation, run_to_end
 
 __all__ = ["Steps", "run_to_end"]
 
@@ -43,8 +43,3 @@ class Steps(Generic[T]):
         while self.step(now):
             pass
         return self.answer
-
-
-def run_to_end(operation: Operation[T]) -> T:
-    """Performs an operation in one piece."""
-    return Steps(operation).finish()

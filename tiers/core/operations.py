@@ -16,8 +16,18 @@ from typing import TypeAlias, TypeVar
 
 from .commands import Waiter
 
-__all__ = ["Operation"]
+__all__ = ["Operation", "run_to_end"]
 
 T = TypeVar("T")
 
 Operation: TypeAlias = Generator[Waiter | None, float, T]
+
+
+def run_to_end(operation: Operation[T], now: float = 0.0) -> T:
+    """Performs an operation in one piece: one that is short, or if no other event comes between."""
+    try:
+        next(operation)
+        while True:
+            operation.send(now)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]

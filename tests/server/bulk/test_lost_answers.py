@@ -43,8 +43,8 @@ def lose(route: Route, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[by
     def lose(*, kill: bool = True) -> list[bytes]:
         lost: list[bytes] = []
 
-        def read(connection: Any, number: int, head: bytes | None = None) -> bytes:
-            answer = original(connection, number, head)
+        def read(*arguments: Any) -> bytes:
+            answer: bytes = original(*arguments)
             if lost:
                 return answer
             lost.append(answer)
