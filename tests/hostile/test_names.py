@@ -122,7 +122,7 @@ class TestEqualTags:
             for target in (
                 {"conversation_id": "c"},
                 {"last_key": KEYS[0]},
-                {"keys": pack_keys(KEYS), "namespace_id": known.namespace_id},
+                {"keys": KEYS, "namespace_id": known.namespace_id},
             ):
                 with pytest.raises(InvalidRequest) as error:
                     thief.act(DELETE, **target)

@@ -135,7 +135,7 @@ class TestBroken:
 
     def test_another_version_with_the_same_protocol(self, place: Path) -> None:
         """The version is a warning; the missing AdminService is a failure."""
-        with _fake_server(place, "9.0.0", [1]) as endpoint:
+        with _fake_server(place, "9.0.0", [2]) as endpoint:
             findings = doctor(place, "--endpoint", endpoint, "--only", "versions")
         named(findings, "versions", "warn", f"kvtier here is {__version__}", "install the same version")
 
