@@ -311,7 +311,6 @@ class Prefetch(Lookup):
             self.keys,
             now=self.world.now,
             request_id=self.request_id,
-            lease_seconds=self.seconds,
             tiers=self.tiers,
             retain_until=self.actors.retain_until(),
             slice_keys=self.size,
