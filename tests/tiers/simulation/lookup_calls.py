@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, ClassVar
 
 from kvtier.tiers.core.block import Block
@@ -334,7 +335,8 @@ class Prefetch(Lookup):
         assert lease is None
         keys = self.keys[start : self._state.position]
         used = {block.key: block for block in inside.used_since(self.world.core, self.session, keys, self._clock)}
-        return [used.get(key) for key in keys]
+        hits = [used[key] for key in takewhile(used.__contains__, keys)]  # one can repeat
+        return hits + [None] * (len(keys) - len(hits))
 
     def _count(self, start: int, items: Sequence[Block | None]) -> None:
         pass
