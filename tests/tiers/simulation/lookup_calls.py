@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any, ClassVar
 
 from kvtier.tiers.core.block import Block
@@ -335,8 +334,9 @@ class Prefetch(Lookup):
         assert lease is None
         keys = self.keys[start : self._state.position]
         used = {block.key: block for block in inside.used_since(self.world.core, self.session, keys, self._clock)}
-        hits = [used[key] for key in takewhile(used.__contains__, keys)]  # one can repeat
-        return hits + [None] * (len(keys) - len(hits))
+        misses = (n for n, key in enumerate(keys) if key not in used and start + n not in self._state.retries)
+        end = next(misses, len(keys))  # keys can come again behind the first miss
+        return [used.get(key) for key in keys[:end]] + [None] * (len(keys) - end)
 
     def _count(self, start: int, items: Sequence[Block | None]) -> None:
         pass
