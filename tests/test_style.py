@@ -134,7 +134,7 @@ def test_the_command_fails_on_a_finding(tmp_path: Path, capsys: pytest.CaptureFi
     """It prints file and line of each finding in the files that git does not ignore."""
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
     (tmp_path / ".gitignore").write_text("ignored.md\n")
-    (tmp_path / "ignored.md").write_text("Whatever breaks.\n")
+    (tmp_path / "ignored.md").write_text(PLANTED["whatever"])
     page = tmp_path / "page.md"
     page.write_text("The server.\nWhatever breaks.\n")
     assert check_style.main([], tmp_path) == 1

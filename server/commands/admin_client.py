@@ -143,6 +143,8 @@ def error_of(error: KVTierError, endpoint: Endpoint, timeout: float) -> KVTierEr
         return type(error)(f"{endpoint}: {text}", error.reason)
     if isinstance(error, DeadlineExceeded):
         return NotConnected(f"no answer from {endpoint} within {timeout:g} s", "TIMEOUT")
+    if "connection attempt timed out" in text:  # after 5 s, or the time of the call
+        return NotConnected(f"no answer from {endpoint}: the connection attempt timed out", "TIMEOUT")
     if isinstance(error, NotConnected):
         return _unreachable(endpoint, text.removeprefix("UNAVAILABLE: "))
     if isinstance(error, UnsupportedServer):

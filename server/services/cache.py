@@ -116,7 +116,6 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 keys,
                 now=self._runtime.now(),
                 request_id=request.request_id,
-                lease_seconds=self._validator.leases.default,
                 tiers=tiers,
                 retain_until=self._retain_until(session, request.request_id, retain_for),
             )

@@ -198,7 +198,6 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
                     keys,
                     now=now,
                     prefix=False,
-                    lease_seconds=self._validator.leases.default,
                     retain_until=now + seconds if seconds else 0.0,
                 )
                 answer = await self._long_calls.run(None, prefetch)

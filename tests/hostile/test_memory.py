@@ -40,12 +40,16 @@ CUT_OFF_RUNS = 14
 """8,400 connections."""
 ONE_BYTE_HEADERS = 60
 """Connections of 100,000 headers of a byte each: without a limit they take 3 GiB."""
-MOST_OF_HEADERS = 1024 * MIB
-"""Growth at which they fail. The server closes all of them at 512 MiB, in 20 checks per second."""
+MOST_OF_HEADERS = 1536 * MIB
+"""Growth at which they fail. The server closes all of them at 512 MiB, in 20 checks per second.
+With two other busy processes on two cores the growth was up to 890 MiB."""
 MORE = 32 * MIB
 """Growth from a run of an attack to the next: the server trims its heap at 32 MiB."""
 KEPT = 56 * MIB
 """What stays after all attacks: 32 MiB that the server keeps, and fragments of Python's arenas."""
+KEPT_OF_HEADERS = 100 * MIB
+"""What stays after headers of one byte, which take up to a GiB: 26 to 57 MiB after each of four
+attacks, without growth from one to the next. They come last, as the rest stays below `KEPT`."""
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 8, 9
@@ -215,31 +219,6 @@ def test_connections_that_end_within_headers(site: Site) -> None:
     wait_until(lambda: own_bytes(site.server.pid) < before + KEPT, 120, interval=0.2)
 
 
-def test_headers_of_one_byte_over_tls(site: Site) -> None:
-    """A peer without credentials holds blocks of headers that never end. The server closes them."""
-    before = own_bytes(site.server.pid)
-    context = ssl.create_default_context(cafile=site.authority.ca)
-    context.set_alpn_protocols(["h2"])
-    port = int(site.server.tcp.rpartition(":")[2])
-    accept_encoding = bytes([0x80 | 16])  # an entry of the static table
-    block = frame(CONTINUATION, 0, 1, accept_encoding * 10_000) * 10
-    with contextlib.ExitStack() as opened:
-        for _ in range(ONE_BYTE_HEADERS):
-            with contextlib.suppress(OSError):  # the server may close it at any time
-                raw = socket.create_connection(("127.0.0.1", port), 10)
-                opened.callback(raw.close)
-                connection = opened.enter_context(context.wrap_socket(raw, server_hostname="127.0.0.1"))
-                connection.sendall(START + frame(HEADERS, 0, 1, CALL) + block)
-                connection.settimeout(0.05)
-                while connection.recv(4096):
-                    pass
-            grown = own_bytes(site.server.pid) - before
-            assert grown < MOST_OF_HEADERS, f"{grown // MIB} MiB"
-        assert "connections closed: the memory grows fast" in site.server.log
-    wait_until(lambda: _is_served(site))
-    wait_until(lambda: own_bytes(site.server.pid) < before + KEPT, 120, interval=0.2)
-
-
 def test_a_peer_that_does_not_confirm_the_settings(site: Site) -> None:
     """Its connection ends after 5 s, also over the Unix socket; before, after 55 s."""
     with socket.socket(socket.AF_UNIX) as connection:
@@ -375,3 +354,28 @@ def test_the_memory_comes_back(site: Site, at_start: int) -> None:
     for _ in range(2):
         send_all(site, "grpc", closed_calls)
         wait_until(has_come_back, 60, otherwise=figures, interval=0.2)
+
+
+def test_headers_of_one_byte_over_tls(site: Site) -> None:
+    """A peer without credentials holds blocks of headers that never end. The server closes them."""
+    before = own_bytes(site.server.pid)
+    context = ssl.create_default_context(cafile=site.authority.ca)
+    context.set_alpn_protocols(["h2"])
+    port = int(site.server.tcp.rpartition(":")[2])
+    accept_encoding = bytes([0x80 | 16])  # an entry of the static table
+    block = frame(CONTINUATION, 0, 1, accept_encoding * 10_000) * 10
+    with contextlib.ExitStack() as opened:
+        for _ in range(ONE_BYTE_HEADERS):
+            with contextlib.suppress(OSError):  # the server may close it at any time
+                raw = socket.create_connection(("127.0.0.1", port), 10)
+                opened.callback(raw.close)
+                connection = opened.enter_context(context.wrap_socket(raw, server_hostname="127.0.0.1"))
+                connection.sendall(START + frame(HEADERS, 0, 1, CALL) + block)
+                connection.settimeout(0.05)
+                while connection.recv(4096):
+                    pass
+            grown = own_bytes(site.server.pid) - before
+            assert grown < MOST_OF_HEADERS, f"{grown // MIB} MiB"
+        assert "connections closed: the memory grows fast" in site.server.log
+    wait_until(lambda: _is_served(site))
+    wait_until(lambda: own_bytes(site.server.pid) < before + KEPT_OF_HEADERS, 120, interval=0.2)

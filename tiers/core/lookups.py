@@ -90,7 +90,7 @@ class LookupHandler:
         *,
         request_id: str,
         prefix: bool,
-        lease_seconds: float,
+        lease_seconds: float = 0.0,
         tiers: TierFilter = _ALL_TIERS,
         min_hits: int = 0,
         retain_until: float = 0.0,

@@ -163,18 +163,16 @@ class TierManager(CoreParts):
         now: float,
         request_id: str = "",
         prefix: bool = True,
-        lease_seconds: float,
         tiers: TierFilter = _ALL_TIERS,
         retain_until: float = 0.0,
         slice_keys: int = LOOKUP_SLICE,
     ) -> Operation[PrefetchAnswer]:
-        """Starts promotions. Its lease ends with it. Raises like `lookup`."""
+        """Starts promotions, without a lease. Raises like `lookup`."""
         lookup = self._lookups.begin(
             session,
             keys,
             request_id=request_id,
             prefix=prefix,
-            lease_seconds=lease_seconds,
             tiers=tiers,
             retain_until=retain_until,
             slice_keys=slice_keys,

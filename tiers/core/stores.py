@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
@@ -163,9 +164,12 @@ class StoreHandler:
     def _keep(self, store: Store, blocks: Sequence[Block]) -> int:
         """Keeps leading blocks pinned until the last slice of a call; returns their number."""
         budget, count = self._pin_budget, 0
+        left = budget.left_for_slices(store.owner.engine[0]) if blocks and budget.is_limited else math.inf
         for block in blocks:
-            if budget.is_limited and budget.left_for_slices(block.namespace) < block.allocated_bytes:
-                break
+            if not block.held and not block.leases:
+                left -= block.allocated_bytes
+                if left < 0:
+                    break
             budget.begin_hold(block)
             count += 1
         store.others += blocks[:count]

@@ -24,6 +24,7 @@ SAID = (
         "Permission denied; only the server's user",
         "answers",
     ),
+    (SOCKET, "UNKNOWN: unix:/s: connection attempt timed out before receiving SETTINGS frame", "no answer", "running"),
     (ADDRESS, f"{EXPIRED}certificate has expired", "VERIFY_FAILED: certificate has expired", "--ca"),
     (
         ADDRESS,

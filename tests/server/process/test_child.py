@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -145,6 +144,7 @@ async def test_the_end_of_a_child_is_noticed(capfd: pytest.CaptureFixture[str]) 
     assert "about to die" in captured.out + captured.err
 
 
+@pytest.mark.usefixtures("restored_logs")
 async def test_lines_of_a_child_keep_their_level() -> None:
     """Also each line of a text with several lines, which cannot pretend to be another line.
 
@@ -152,16 +152,12 @@ async def test_lines_of_a_child_keep_their_level() -> None:
     """
     stream = io.StringIO()
     logs.configure(LogConfig(format="json"), stream)
-    try:
-        child = await Child.start("echo")
-        sent = [(30, "a warning"), (20, "a line"), (40, "an error\n<50>forged"), (20, "<50>forged"), (10, "hidden")]
-        child.send({"log": sent})
-        await anext(child.messages())
-        await child.close(10)
-        logs.flush()
-    finally:
-        for handler in logging.getLogger().handlers[:]:
-            logging.getLogger().removeHandler(handler)
+    child = await Child.start("echo")
+    sent = [(30, "a warning"), (20, "a line"), (40, "an error\n<50>forged"), (20, "<50>forged"), (10, "hidden")]
+    child.send({"log": sent})
+    await anext(child.messages())
+    await child.close(10)
+    logs.flush()
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     found = [(line["level"], line["text"]) for line in lines if line["event"] == "output of a child process"]
     assert found[:6] == [

@@ -11,31 +11,14 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import structlog
 
 from kvtier.server.config.schema import LogConfig
 from kvtier.server.telemetry import line_limit, logs
 
-
-@pytest.fixture(autouse=True)
-def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restores logging for later tests, which may look for their lines."""
-    root = logging.getLogger()
-    before = (root.handlers[:], sys.excepthook, threading.excepthook)
-    levels = {logger: logger.level for logger in map(logging.getLogger, (None, *logs._CHATTY))}
-    structured = structlog.get_config()
-    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")  # the server sets it if it is missing
-    yield
-    logs.flush()
-    root.handlers[:], sys.excepthook, threading.excepthook = before
-    for logger, level in levels.items():
-        logger.setLevel(level)
-    structlog.configure(**structured)
-    logging.captureWarnings(False)
+pytestmark = pytest.mark.usefixtures("restored_logs")
 
 
 def lines_of(stream: io.StringIO) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ def prefetch(
         assert isinstance(rig, Rig)
         session = rig.session
     options = {"retain_until": retain_until, "slice_keys": most}
-    return run_to_end(rig.core.prefetch(session, names, now=0, lease_seconds=FAR, **options))
+    return run_to_end(rig.core.prefetch(session, names, now=0, **options))
 
 
 def drop_from_cpu(rig: Rig) -> None:
@@ -142,7 +142,7 @@ def test_statistics_count_no_lookup() -> None:
 def test_a_load_that_ends_between_two_slices_is_not_counted() -> None:
     """The lease of the slices then has a block that has failed."""
     rig = disk_rig(*range(8))
-    prefetch = Steps(rig.core.prefetch(rig.session, keys(*range(8)), now=0, lease_seconds=FAR, slice_keys=4), "lookup")
+    prefetch = Steps(rig.core.prefetch(rig.session, keys(*range(8)), now=0, slice_keys=4), "lookup")
     while prefetch.step() and prefetch.state.position < 4:
         pass
     rig.finish_jobs(Outcome.FAILED)

@@ -180,7 +180,7 @@ def test_prefetches_in_slices_pin_no_present_block() -> None:
     site = Site()
     site.fill()
     names = keys(*range(SLOTS + 1))
-    prefetch = Steps(site.core.prefetch(site.alice, names, now=0, lease_seconds=600, slice_keys=SLOTS))
+    prefetch = Steps(site.core.prefetch(site.alice, names, now=0, slice_keys=SLOTS))
     assert prefetch.step()
     assert prefetch.step()  # at its last key
     assert refused(site.prepare(site.bob, 0, SLOTS // 2)) == 0

@@ -311,7 +311,6 @@ class Prefetch(Lookup):
             self.keys,
             now=self.world.now,
             request_id=self.request_id,
-            lease_seconds=self.seconds,
             tiers=self.tiers,
             retain_until=self.actors.retain_until(),
             slice_keys=self.size,
@@ -335,7 +334,9 @@ class Prefetch(Lookup):
         assert lease is None
         keys = self.keys[start : self._state.position]
         used = {block.key: block for block in inside.used_since(self.world.core, self.session, keys, self._clock)}
-        return [used.get(key) for key in keys]
+        misses = (n for n, key in enumerate(keys) if key not in used and start + n not in self._state.retries)
+        end = next(misses, len(keys))  # keys can come again behind the first miss
+        return [used.get(key) for key in keys[:end]] + [None] * (len(keys) - end)
 
     def _count(self, start: int, items: Sequence[Block | None]) -> None:
         pass
