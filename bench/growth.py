@@ -21,6 +21,7 @@ from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.catalog import Catalog
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.operations import run_to_end
+from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.stats.eviction_history import EvictionHistory
 from kvtier.tiers.types import SLOT_ALIGNMENT, NamespaceSpec
@@ -95,7 +96,9 @@ class _Core:
         self._next += CHAIN
         request = f"store {self._next}"
         started = time.thread_time()
-        answer = run_to_end(self.core.prepare_store(self.session, keys, request_id=request, now=0, lease_seconds=1e9))
+        answer = run_to_end(
+            self.core.prepare_store(self.session, keys, StoreOptions(request_id=request, lease_seconds=1e9), now=0)
+        )
         if answer.store_id is not None:
             run_to_end(self.core.complete_store(self.session, answer.store_id))
         self.core.finish_request(self.session, request)
@@ -107,7 +110,7 @@ class _Core:
         first = self._random.randrange(max(1, self._next // CHAIN)) * CHAIN
         keys = [key for key in _keys(max(0, min(first, self._next - count)), count) if key in blocks]
         started = time.thread_time()
-        answer = run_to_end(self.core.lookup(self.session, keys, now=0, lease_seconds=1e9))
+        answer = run_to_end(self.core.lookup(self.session, keys, LookupOptions(lease_seconds=1e9), now=0))
         if answer.lease is not None:
             answer.statuses()
             self.core.release(self.session, answer.lease.id)

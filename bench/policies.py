@@ -22,6 +22,7 @@ from pathlib import Path
 from kvtier.tiers.base import NamespaceId, RequestInfo
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.operations import run_to_end
+from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.eviction import DEFAULT_POLICY, POLICIES
 from kvtier.tiers.types import SLOT_ALIGNMENT, EngineSession, NamespaceSpec
@@ -76,12 +77,14 @@ class Replay:
         core, session = self.core, self.session
         core.begin_request(session, RequestInfo(request_id, session.namespace.id))
         lease = run_to_end(
-            core.lookup(session, keys, prefix=True, request_id=request_id, now=0, lease_seconds=FOREVER)
+            core.lookup(session, keys, LookupOptions(request_id=request_id, lease_seconds=FOREVER), now=0)
         ).lease
         hits = len(lease.items) if lease is not None else 0
         if hits < len(keys):
             answer = run_to_end(
-                core.prepare_store(session, keys[hits:], request_id=request_id, now=0, lease_seconds=FOREVER)
+                core.prepare_store(
+                    session, keys[hits:], StoreOptions(request_id=request_id, lease_seconds=FOREVER), now=0
+                )
             )
             if answer.store_id is not None:
                 run_to_end(core.complete_store(session, answer.store_id))

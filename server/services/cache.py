@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import grpc
 import msgspec
@@ -14,9 +14,10 @@ from ...protos.v1 import cache_pb2, cache_pb2_grpc
 from ...protos.wire.packed_keys import pack_offsets
 from ...tiers.base import RequestInfo, TierFilter
 from ...tiers.core.leases import BlockLease
+from ...tiers.core.options import LookupOptions, StoreOptions
 from ...tiers.errors import CoreError, LeaseNotFound, StoreNotFound
 from ...tiers.types import EngineSession, KeyStatus, LeaseId, StoreId
-from ..peers.sources import PeerSources
+from ..peers.sources import Located, PeerSources
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
@@ -28,20 +29,6 @@ __all__ = ["CacheService"]
 
 _RESET_POLL_SECONDS, _LAST_RESET_POLL_SECONDS = 0.02, 0.32
 """Time between the first two polls of a waiting reset, which doubles, and the longest one."""
-
-
-@dataclass(frozen=True, slots=True)
-class _LookupOptions:
-    keys: Sequence[bytes]
-    prefix: bool
-    request_id: str
-    tiers: TierFilter
-    min_hits: int
-    lease_seconds: float
-    deadline: float
-    retain_for: float
-    source: str
-    grant_id: int
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
@@ -80,9 +67,10 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             retain_for=self._validator.retention(request.retain_for),
             conversation_id=request.conversation_id,
         )
-        options = await self._lookup_options(session, request)
+        options = self._lookup_options(request)
+        keys = await self._long_calls.keys(session, self._validator, request.keys)
         negotiation = self._core.begin_request(session, info)
-        lookup = await self._look_up(session, options)
+        lookup = await self._look_up(session, keys, options, request.source)
         return cache_pb2.BeginRequestResponse(
             policy=POLICIES[negotiation.policy],
             votes=[
@@ -96,29 +84,25 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.LookupRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.LookupResponse:
         session = self._sessions.get(request.session)
-        return await self._look_up(session, await self._lookup_options(session, request), want_slots=request.want_slots)
+        options = self._lookup_options(request)
+        keys = await self._long_calls.keys(session, self._validator, request.keys)
+        return await self._look_up(session, keys, options, request.source, want_slots=request.want_slots)
 
     async def Prefetch(
         self, request: cache_pb2.PrefetchRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.PrefetchResponse:
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
-        tiers = self._validator.tiers(request.exclude)
-        self._core.check_filter(tiers)
+        options = LookupOptions(
+            request_id=request.request_id,
+            tiers=self._tiers(request.exclude),
+            retain_for=self._validator.retention(request.retain_for),
+        )
         keys = await self._long_calls.keys(session, self._validator, request.keys)
         deadline = self._runtime.now() + self._validator.wait(request.wait)
-        retain_for = self._validator.retention(request.retain_for)
-        await self._long_calls.query_shared_tiers(session, keys, tiers, deadline, prefix=True)
-        located = await self._sources.locate(session, request.source, keys, tiers, deadline, prefix=True)
+        located = await self._locate(session, keys, options, request.source, deadline)
         try:
-            prefetch = self._core.prefetch(
-                session,
-                keys,
-                now=self._runtime.now(),
-                request_id=request.request_id,
-                tiers=tiers,
-                retain_until=self._retain_until(session, request.request_id, retain_for),
-            )
+            prefetch = self._core.prefetch(session, keys, options, now=self._runtime.now())
             answer = await self._long_calls.run(session, prefetch)
         finally:
             self._sources.withdraw(session, located)
@@ -176,16 +160,13 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
         keys = await self._long_calls.keys(session, self._validator, request.keys)
-        retain_for = self._validator.retention(request.retain_for)
-        store = self._core.prepare_store(
-            session,
-            keys,
-            now=self._runtime.now(),
+        options = StoreOptions(
             request_id=request.request_id,
             lease_seconds=self._validator.leases.default,
-            retain_until=self._retain_until(session, request.request_id, retain_for),
+            retain_for=self._validator.retention(request.retain_for),
             grant_id=request.grant_id,
         )
+        store = self._core.prepare_store(session, keys, options, now=self._runtime.now())
         answer = await self._long_calls.run(session, store)
         return cache_pb2.PrepareStoreResponse(
             store_id=answer.store_id or 0,
@@ -291,50 +272,46 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 pending = self._core.resetting(session)
         return cache_pb2.ResetResponse(pending_blocks=pending)
 
-    async def _lookup_options(
-        self, session: EngineSession, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest
-    ) -> _LookupOptions:
-        tiers = self._validator.tiers(request.exclude)
+    def _tiers(self, exclude: cache_pb2.TierFilter) -> TierFilter:
+        tiers = self._validator.tiers(exclude)
         self._core.check_filter(tiers)
-        return _LookupOptions(
-            keys=await self._long_calls.keys(session, self._validator, request.keys),
+        return tiers
+
+    def _lookup_options(self, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest) -> LookupOptions:
+        return LookupOptions(
             prefix=request.mode != cache_pb2.LOOKUP_MODE_EACH,
             request_id=request.request_id,
-            tiers=tiers,
+            tiers=self._tiers(request.exclude),
             min_hits=request.min_hits,
             lease_seconds=self._validator.lease(request.lease_duration),
             deadline=self._runtime.now() + self._validator.wait(request.wait),
             retain_for=self._validator.retention(request.retain_for),
-            source=request.source,
             grant_id=request.grant_id,
         )
 
+    async def _locate(
+        self, session: EngineSession, keys: Sequence[bytes], options: LookupOptions, source: str, deadline: float
+    ) -> Located:
+        """Asks shared tiers, and another server, for blocks that this server does not have."""
+        tiers, prefix = options.tiers, options.prefix
+        await self._long_calls.query_shared_tiers(session, keys, tiers, deadline, prefix=prefix)
+        return await self._sources.locate(session, source, keys, tiers, deadline, prefix=prefix)
+
     async def _look_up(
-        self, session: EngineSession, options: _LookupOptions, *, want_slots: bool = False
+        self,
+        session: EngineSession,
+        keys: Sequence[bytes],
+        options: LookupOptions,
+        source: str,
+        *,
+        want_slots: bool = False,
     ) -> cache_pb2.LookupResponse:
         # May raise. After the lookup, an error would leave a lease that no client knows.
         if want_slots:
             session.own_rank()
-        await self._long_calls.query_shared_tiers(
-            session, options.keys, options.tiers, options.deadline, prefix=options.prefix
-        )
-        located = await self._sources.locate(
-            session, options.source, options.keys, options.tiers, options.deadline, prefix=options.prefix
-        )
+        located = await self._locate(session, keys, options, source, options.deadline)
         try:
-            lookup = self._core.lookup(
-                session,
-                options.keys,
-                now=self._runtime.now(),
-                request_id=options.request_id,
-                prefix=options.prefix,
-                lease_seconds=options.lease_seconds,
-                tiers=options.tiers,
-                min_hits=options.min_hits,
-                retain_until=self._retain_until(session, options.request_id, options.retain_for),
-                grant_id=options.grant_id,
-                deadline=options.deadline,
-            )
+            lookup = self._core.lookup(session, keys, options, now=self._runtime.now())
             found = await self._long_calls.run(session, lookup)
         finally:
             self._sources.withdraw(session, located)
@@ -343,11 +320,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             found = replace(found, lease=await self._wait_ready(session, found.lease, remaining))
         statuses, lease = found.statuses(), found.lease
         if lease is None:
-            return cache_pb2.LookupResponse(
-                statuses=statuses, sources=bytes(len(options.keys)), source_outcome=located.outcome
-            )
+            return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(keys)), source_outcome=located.outcome)
         hits = len(statuses) - len(statuses.lstrip(bytes([KeyStatus.HIT])))
-        sources = lease.sources.ljust(len(options.keys), b"\0")
+        sources = lease.sources.ljust(len(keys), b"\0")
         answer = cache_pb2.LookupResponse(statuses=statuses, prefix_hits=hits, sources=sources, lease_id=lease.id)
         answer.not_retained_blocks, answer.source_outcome = found.not_retained, located.outcome
         if want_slots:
@@ -362,11 +337,6 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             with contextlib.suppress(CoreError):
                 self._core.release(session, lease.id)
             raise
-
-    def _retain_until(self, session: EngineSession, request_id: str, retain_for: float) -> float:
-        """Returns the time until which blocks are retained, on the runtime's clock; 0 for never."""
-        seconds = retain_for or self._core.requests.retention_of(session, request_id)
-        return self._runtime.now() + seconds if seconds else 0.0
 
     async def _wait_ready(self, session: EngineSession, lease: BlockLease, seconds: float) -> BlockLease | None:
         """Waits until no block is pending. Returns None if the lease ended or has no block left."""

@@ -17,6 +17,7 @@ from ...protos.wire.packed_keys import count_keys
 from ...tiers.base import NamespaceId, TierFilter
 from ...tiers.core.conversation_tasks import PIN_SECONDS, ActionCounts, BlockAction, ConversationTask, TierUse
 from ...tiers.core.conversations import Conversation, number_in
+from ...tiers.core.options import LookupOptions
 from ...tiers.types import NAMESPACE_BYTES, NamespaceSpec
 from ..auth.roles import CALLER, Role
 from ..config.tenants import tenant_tag
@@ -192,14 +193,8 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             try:
                 deadline = self._runtime.now() + _SHARED_TIER_SECONDS
                 await self._long_calls.query_shared_tiers(session, keys, _ALL_TIERS, deadline, prefix=False, own=True)
-                now = self._runtime.now()
-                prefetch = self._core.prefetch(
-                    session,
-                    keys,
-                    now=now,
-                    prefix=False,
-                    retain_until=now + seconds if seconds else 0.0,
-                )
+                options = LookupOptions(prefix=False, retain_for=seconds)
+                prefetch = self._core.prefetch(session, keys, options, now=self._runtime.now())
                 answer = await self._long_calls.run(None, prefetch)
             finally:
                 self._core.close_session(session.id)

@@ -10,6 +10,7 @@ from simulation import EXTENT, ModelTier
 from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.core.commands import LoadFromTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.eviction.quotas import Tenant, TenantShare
 from kvtier.tiers.types import EngineSession, KeyStatus, NamespaceSpec
@@ -59,16 +60,14 @@ class Rig:
         return self.sessions[namespace.id]
 
     def store(
-        self, tenant: str, numbers: Iterable[int], *, group: int = 0, chunk: int = 8, retain_until: float = 0.0
+        self, tenant: str, numbers: Iterable[int], *, group: int = 0, chunk: int = 8, retain_for: float = 0.0
     ) -> int:
         """Stores blocks; returns how many could not be retained."""
         session, names, not_retained = self.session(spec(tenant)), keys(numbers, group=group), 0
         for start in range(0, len(names), chunk):
             some = names[start : start + chunk]
             answer = run_to_end(
-                self.core.prepare_store(
-                    session, some, request_id="", now=0, lease_seconds=1e9, retain_until=retain_until
-                )
+                self.core.prepare_store(session, some, StoreOptions(lease_seconds=1e9, retain_for=retain_for), now=0)
             )
             not_retained += answer.not_retained
             if answer.store_id is not None:
@@ -76,17 +75,14 @@ class Rig:
             self.work()
         return not_retained
 
-    def look_up(self, tenant: str, numbers: Iterable[int], *, retain_until: float = 0.0) -> int:
+    def look_up(self, tenant: str, numbers: Iterable[int], *, retain_for: float = 0.0) -> int:
         """Looks up blocks; returns the number of hits."""
         found = run_to_end(
             self.core.lookup(
                 self.session(spec(tenant)),
                 keys(numbers),
-                prefix=False,
-                request_id="",
+                LookupOptions(prefix=False, lease_seconds=1e9, retain_for=retain_for),
                 now=0,
-                lease_seconds=1e9,
-                retain_until=retain_until,
             )
         )
         self.work()

@@ -11,6 +11,7 @@ from ..types import EngineKey, EngineSession, Owner, StoreAnswer, StoreId, tenan
 from .block import Block
 from .byte_ranges import MAX_GAPS, ByteRanges
 from .cpu_tier import CpuTier
+from .options import StoreOptions
 from .requests import Request
 from .shares import count_bytes
 
@@ -94,8 +95,8 @@ class Preparation:
     session: EngineSession
     owner: Owner
     keys: Sequence[bytes]
-    lease_seconds: float
-    retain_until: float = 0.0
+    options: StoreOptions
+    retain_until: float
     slice_keys: int = STORE_SLICE
     store: Store | None = None
     statuses: bytearray = field(default_factory=bytearray)

@@ -19,6 +19,7 @@ from .block import Block
 from .commands import Waiter
 from .conversations import Conversation
 from .cpu_tier import CpuTier
+from .options import LookupOptions
 from .prefetches import PrefetchProgress
 from .shares import count_bytes
 
@@ -179,13 +180,10 @@ class RunningLookup:
     session: EngineSession
     owner: Owner
     keys: Sequence[bytes]
-    prefix: bool
+    options: LookupOptions
     excluded: Collection[int]
-    min_hits: int = 0
-    retain_until: float = 0.0
-    lease_seconds: float = 0.0
-    deadline: float = 0.0
-    """Time until which the lookup waits for room."""
+    retain_until: float
+    """End of the retention of the hits, in seconds of the core's clock; 0 for none."""
     slice_keys: int = LOOKUP_SLICE
     position: int = 0
     counted: int = 0

@@ -6,7 +6,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 
-from ..base import TierFilter
 from ..errors import LimitExceeded
 from ..stats.counters import HitCounters
 from ..stats.eviction_history import EvictionHistory
@@ -20,6 +19,7 @@ from .cpu_tier import CpuTier
 from .leases import LOOKUP_SLICE, BlockLease, LeaseTable, LookupAnswer, RunningLookup
 from .miss_explainer import LookupMatch, MissExplainer
 from .operations import Operation
+from .options import LookupOptions
 from .placement import Placement
 from .prefetches import PrefetchAnswer, PrefetchProgress
 from .room_queue import RoomQueue
@@ -36,8 +36,6 @@ MAX_TENANT_LEASED_ITEMS = 32 << 20
 
 WAITING_SLICE = 16
 """Keys per slice of a lookup that waits: later blocks of a slice are not evicted for it."""
-
-_ALL_TIERS = TierFilter()
 
 
 class LookupHandler:
@@ -87,40 +85,30 @@ class LookupHandler:
         self,
         session: EngineSession,
         keys: Sequence[bytes],
+        options: LookupOptions,
+        retain_until: float,
         *,
-        request_id: str,
-        prefix: bool,
-        lease_seconds: float = 0.0,
-        tiers: TierFilter = _ALL_TIERS,
-        min_hits: int = 0,
-        retain_until: float = 0.0,
         conversation: Conversation | None = None,
-        grant_id: int = 0,
-        deadline: float = 0.0,
         slice_keys: int = LOOKUP_SLICE,
     ) -> RunningLookup:
         """Checks and returns a lookup, which `run` performs. Raises InvalidItem, LimitExceeded."""
-        excluded = self._residency.excluded(tiers)
+        excluded = self._residency.excluded(options.tiers)
         self.check_room(session, len(keys))
-        owner = Owner(session.engine, session.id, request_id, grant_id)
+        owner = Owner(session.engine, session.id, options.request_id, options.grant_id)
         self.leases.check_grant(session, owner)
-        lookup = RunningLookup(
+        if conversation is not None:
+            retain_until = max(retain_until, conversation.retain_until)
+        return RunningLookup(
             session,
             owner,
             keys,
-            prefix,
+            options,
             excluded,
-            min_hits,
             retain_until,
-            lease_seconds,
-            deadline,
             slice_keys,
+            conversation=conversation,
             user=owner.user,
         )
-        if conversation is not None:
-            lookup.conversation = conversation
-            lookup.retain_until = max(retain_until, conversation.retain_until)
-        return lookup
 
     def run(self, lookup: RunningLookup, now: float) -> Operation[LookupAnswer]:
         """Performs a lookup. If it ends early, no lease remains.
@@ -129,7 +117,7 @@ class LookupHandler:
         LimitExceeded, or InvalidItem if the client has withdrawn the lookup.
         """
         try:
-            lookup.may_wait = lookup.deadline > now
+            lookup.may_wait = lookup.options.deadline > now
             if lookup.may_wait and self.must_queue(lookup):
                 now = yield from self.room.wait(lookup, now)
             if len(lookup.keys) > lookup.slice_keys:
@@ -183,7 +171,7 @@ class LookupHandler:
             self._record(lookup, now, runs, first_miss)
             if lookup.prefetch is None:
                 lookup.uncounted.append((keys, runs))
-            if not self._residency.has_shared_tiers and not (lookup.prefix and lookup.min_hits):
+            if not self._residency.has_shared_tiers and not (lookup.options.prefix and lookup.options.min_hits):
                 lookup.count_references(self._miss_ratio_curves)
         self._residency.send_queries()
         lookup.not_retained += self._record_use(match, lookup.user, lookup.retain_until)
@@ -217,7 +205,8 @@ class LookupHandler:
             self._cpu_tier.finish(lookup)
             self._transfers.request_finished(lookup)
         lease = lookup.lease
-        if lease is not None and lookup.prefix and not lookup.retries and lease.found < lookup.min_hits:
+        options = lookup.options
+        if lease is not None and options.prefix and not lookup.retries and lease.found < options.min_hits:
             self._take_back_hits(lookup, lease)
             self.abandon(lookup)
 
@@ -249,8 +238,9 @@ class LookupHandler:
 
         So no promotion starts if there are too few leading hits.
         """
-        wanted = min(lookup.min_hits, len(lookup.keys))
-        if not lookup.prefix or wanted <= most or lookup.counted >= wanted or lookup.is_short:
+        options = lookup.options
+        wanted = min(options.min_hits, len(lookup.keys))
+        if not options.prefix or wanted <= most or lookup.counted >= wanted or lookup.is_short:
             return False
         namespace = lookup.session.namespace.id
         blocks = self._cpu_tier.blocks_of(namespace)
@@ -266,7 +256,7 @@ class LookupHandler:
             if presence is not Presence.HELD:
                 lookup.is_short = True
                 return True
-        lookup.is_short = len(lookup.keys) < lookup.min_hits and lookup.counted == wanted
+        lookup.is_short = len(lookup.keys) < options.min_hits and lookup.counted == wanted
         return True
 
     def end(self, leases: Iterable[BlockLease]) -> None:
@@ -313,10 +303,11 @@ class LookupHandler:
         Returns the keys that it has looked up: if the lookup waits for room, those before the first
         block without room.
         """
-        self._match(lookup.session.namespace, keys, lookup.excluded, match, prefix=lookup.prefix)
-        if lookup.prefix and not match.retries and not match.deferred:
+        options = lookup.options
+        self._match(lookup.session.namespace, keys, lookup.excluded, match, prefix=options.prefix)
+        if options.prefix and not match.retries and not match.deferred:
             found = lookup.position + len(match.items)
-            if lookup.is_short or (found < lookup.min_hits and not lookup.counted):
+            if lookup.is_short or (found < options.min_hits and not lookup.counted):
                 self._discard_hits(match)
         self._placement.place(lookup, match)
         if not lookup.lacks_room:
@@ -412,7 +403,7 @@ class LookupHandler:
             self._cpu_tier.unpin(list(filter(None, match.items)))
             self._cpu_tier.has_more_room = had_room  # these blocks could be evicted before
             return
-        lease, expires_at = lookup.lease, now + lookup.lease_seconds
+        lease, expires_at = lookup.lease, now + lookup.options.lease_seconds
         if lease is None and any(match.items):
             earlier, sources = [None] * lookup.position, bytes(lookup.position)
             lease = lookup.lease = self.leases.grant(

@@ -19,6 +19,7 @@ from .commands import Command, LeaseSettled
 from .in_flight_stores import STORE_SLICE, Preparation, Store
 from .leases import LOOKUP_SLICE, BlockLease, LookupAnswer
 from .operations import Operation
+from .options import LookupOptions, StoreOptions
 from .parts import CoreParts
 from .prefetches import PrefetchAnswer
 from .requests import Request
@@ -26,7 +27,6 @@ from .settings import CPU_TIER
 
 __all__ = ["CPU_TIER", "TierManager"]
 
-_ALL_TIERS = TierFilter()
 _MAX_COUNTED_NAMESPACES = 65_536
 """Number of namespaces that the statistics can tell apart, about 120 bytes each."""
 
@@ -119,39 +119,20 @@ class TierManager(CoreParts):
         self,
         session: EngineSession,
         keys: Sequence[bytes],
+        options: LookupOptions,
         *,
         now: float,
-        request_id: str = "",
-        prefix: bool = True,
-        lease_seconds: float,
-        tiers: TierFilter = _ALL_TIERS,
-        min_hits: int = 0,
-        retain_until: float = 0.0,
-        grant_id: int = 0,
-        deadline: float = 0.0,
         slice_keys: int = LOOKUP_SLICE,
     ) -> Operation[LookupAnswer]:
         """Finds blocks, pins the hits and starts promotions. See `LookupHandler.run`.
 
-        With `prefix`, every key after the first miss is a miss. If fewer than `min_hits` leading
-        keys are hits, all keys are misses. `tiers` excludes tiers. `retain_until` protects the hits
-        from eviction in all tiers until that time, within the retention budget. If there is no room
-        for a promotion, the lookup waits until the deadline. Raises LimitExceeded if the session
-        has too many leases, InvalidItem for an unknown tier.
+        If there is no room for a promotion, the lookup waits until its deadline. Raises
+        LimitExceeded if the session has too many leases, InvalidItem for an unknown tier.
         """
+        conversation = self._requests.conversation_of(session, options.request_id)
+        retain_until = self._requests.retain_until(session, options, now)
         lookup = self._lookups.begin(
-            session,
-            keys,
-            request_id=request_id,
-            prefix=prefix,
-            lease_seconds=lease_seconds,
-            tiers=tiers,
-            min_hits=min_hits,
-            retain_until=retain_until,
-            conversation=self._requests.conversation_of(session, request_id),
-            grant_id=grant_id,
-            deadline=deadline,
-            slice_keys=slice_keys,
+            session, keys, options, retain_until, conversation=conversation, slice_keys=slice_keys
         )
         return self._lookups.run(lookup, now)
 
@@ -159,24 +140,14 @@ class TierManager(CoreParts):
         self,
         session: EngineSession,
         keys: Sequence[bytes],
+        options: LookupOptions,
         *,
         now: float,
-        request_id: str = "",
-        prefix: bool = True,
-        tiers: TierFilter = _ALL_TIERS,
-        retain_until: float = 0.0,
         slice_keys: int = LOOKUP_SLICE,
     ) -> Operation[PrefetchAnswer]:
         """Starts promotions, without a lease. Raises like `lookup`."""
-        lookup = self._lookups.begin(
-            session,
-            keys,
-            request_id=request_id,
-            prefix=prefix,
-            tiers=tiers,
-            retain_until=retain_until,
-            slice_keys=slice_keys,
-        )
+        retain_until = self._requests.retain_until(session, options, now)
+        lookup = self._lookups.begin(session, keys, options, retain_until, slice_keys=slice_keys)
         return self._lookups.run_prefetch(lookup, now)
 
     def check_filter(self, tiers: TierFilter) -> None:
@@ -199,17 +170,15 @@ class TierManager(CoreParts):
         self,
         session: EngineSession,
         keys: Sequence[bytes],
+        options: StoreOptions,
         *,
         now: float,
-        request_id: str = "",
-        lease_seconds: float,
-        retain_until: float = 0.0,
-        grant_id: int = 0,
         slice_keys: int = STORE_SLICE,
     ) -> Operation[StoreAnswer]:
         """Grants slots for the missing parts of this session's rank. See `StoreHandler.prepare`."""
-        owner = Owner(session.engine, session.id, request_id, grant_id)
-        preparation = Preparation(session, owner, keys, lease_seconds, retain_until, slice_keys)
+        owner = Owner(session.engine, session.id, options.request_id, options.grant_id)
+        retain_until = self._requests.retain_until(session, options, now)
+        preparation = Preparation(session, owner, keys, options, retain_until, slice_keys)
         return self._stores.prepare(preparation, now)
 
     def complete_store(

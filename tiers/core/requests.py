@@ -16,6 +16,7 @@ from ..errors import LimitExceeded
 from ..types import EngineKey, EngineSession, Negotiation
 from .block import Block
 from .conversations import Conversation
+from .options import StoreOptions
 
 __all__ = ["MAX_REQUESTS", "Request", "RequestTable"]
 
@@ -81,10 +82,15 @@ class RequestTable:
     def get(self, engine: EngineKey, request_id: str) -> Request | None:
         return self._requests.get((engine, request_id))
 
-    def retention_of(self, session: EngineSession, request_id: str) -> float:
-        """Returns the retention that a request asked for, in seconds; 0 for an unknown request."""
-        request = self._requests.get((session.engine, request_id))
-        return request.retain_for if request is not None else 0.0
+    def retain_until(self, session: EngineSession, options: StoreOptions, now: float) -> float:
+        """Returns the end of the retention that the options ask for, or else the begun request.
+
+        Returns 0 for no retention.
+        """
+        seconds = options.retain_for
+        if not seconds and (request := self._requests.get((session.engine, options.request_id))) is not None:
+            seconds = request.retain_for
+        return now + seconds if seconds else 0.0
 
     def conversation_of(self, session: EngineSession, request_id: str) -> Conversation | None:
         """Returns the conversation that a begun request named; None if it named none."""

@@ -85,7 +85,7 @@ class StoreHandler:
         Until the last slice the store also pins blocks that need no slot, as far as the tenant may.
         """
         session, owner, store = preparation.session, preparation.owner, preparation.store
-        rank, retain_until, expires_at = session.own_rank(), preparation.retain_until, now + preparation.lease_seconds
+        rank, expires_at = session.own_rank(), now + preparation.options.lease_seconds
         session.check_wanted(owner.grant_id)
         self.table.check(store, owner)
         blocks = self._cpu_tier.find_or_add(session.namespace, keys)
@@ -94,7 +94,7 @@ class StoreHandler:
             block.pins += 1  # no block of this store may be evicted to make room for another
         statuses, wanted = self._claim(blocks, rank)
         request = self._requests.get(session.engine, owner.request_id)
-        retain_until = max(retain_until, self._add_to_conversation(request, keys))
+        retain_until = max(preparation.retain_until, self._add_to_conversation(request, keys))
         if store is None and more:
             store = preparation.store = self._begin(owner, rank, expires_at, request, now)
             store.user = owner.user or store

@@ -10,6 +10,7 @@ from tenants import PAGE, Rig, keys, spec, tenant
 from kvtier.tiers.base import RequestInfo
 from kvtier.tiers.core.conversation_tasks import ActionCounts, BlockAction, ConversationTask, TierUse
 from kvtier.tiers.core.conversations import Conversation
+from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.errors import RetentionFull
 
 LIMITS = "kvtier.tiers.core.conversations.MAX_"
@@ -28,7 +29,9 @@ def begin(rig: Rig, name: str, request: str = "r", *, owner: str = "alice") -> C
 def store(rig: Rig, name: str, numbers: range, *, owner: str = "alice") -> Conversation:
     """Stores blocks in a request of a conversation."""
     conversation, session = begin(rig, name, owner=owner), rig.session(spec(owner))
-    answer = run_to_end(rig.core.prepare_store(session, keys(numbers), request_id="r", now=0, lease_seconds=1e9))
+    answer = run_to_end(
+        rig.core.prepare_store(session, keys(numbers), StoreOptions(request_id="r", lease_seconds=1e9), now=0)
+    )
     if answer.store_id is not None:
         run_to_end(rig.core.complete_store(session, answer.store_id))
     rig.work()
@@ -57,7 +60,11 @@ def test_it_has_the_keys_that_requests_look_up_and_store() -> None:
     begin(rig, "c")
     session = rig.session(spec("alice"))
     for prefix in (True, False):
-        run_to_end(rig.core.lookup(session, keys([0, 1, 90]), prefix=prefix, request_id="r", now=0, lease_seconds=1e9))
+        run_to_end(
+            rig.core.lookup(
+                session, keys([0, 1, 90]), LookupOptions(prefix=prefix, request_id="r", lease_seconds=1e9), now=0
+            )
+        )
     assert list(conversation.latest) == keys([0, 1, 90])
     assert list(conversation.keys) == keys([*range(8), 90])
     assert (conversation.requests, len(rig.core.conversations.table)) == (2, 1)
@@ -174,9 +181,7 @@ def test_demoted_blocks_may_be_pinned() -> None:
     rig = disk_rig()
     conversation = store(rig, "c", range(32))
     lease = run_to_end(
-        rig.core.lookup(
-            rig.session(spec("alice")), keys(range(32)), prefix=True, request_id="", now=0, lease_seconds=1e9
-        )
+        rig.core.lookup(rig.session(spec("alice")), keys(range(32)), LookupOptions(lease_seconds=1e9), now=0)
     )
     work(rig, rig.core.conversations.act(BlockAction.DEMOTE, [conversation]))
     flood(rig)
@@ -199,7 +204,7 @@ def test_a_leased_block_is_not_deleted() -> None:
     """It stays in the conversation, so that a second deletion finds it."""
     rig = disk_rig()
     conversation, session = store(rig, "c", range(4)), rig.session(spec("alice"))
-    lease = run_to_end(rig.core.lookup(session, keys([0]), now=0, lease_seconds=1e9)).lease
+    lease = run_to_end(rig.core.lookup(session, keys([0]), LookupOptions(lease_seconds=1e9), now=0)).lease
     assert lease is not None
     delete = BlockAction.DELETE
     assert work(rig, rig.core.conversations.act(delete, [conversation])) == ActionCounts(changed=3, kept=1)

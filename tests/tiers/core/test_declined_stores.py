@@ -6,6 +6,7 @@ from harness.operations import run_to_end
 from simulation import ModelTier
 
 from kvtier.tiers.base import RequestInfo
+from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.eviction import Forecast
 from kvtier.tiers.types import MissReason
 
@@ -13,13 +14,15 @@ POPULAR = keys(*range(12))
 NEW = keys(*range(100, 108))
 
 
-def serve(rig: Rig, request_id: str, names: list[bytes], *, retain_until: float = 0.0) -> bytes:
+def serve(rig: Rig, request_id: str, names: list[bytes], *, retain_for: float = 0.0) -> bytes:
     """Serves a request as an engine does: looks up the blocks and stores all of them."""
     core, session = rig.core, rig.session
     core.begin_request(session, RequestInfo(request_id, session.namespace.id))
-    run_to_end(core.lookup(session, names, request_id=request_id, now=0, lease_seconds=60))
+    run_to_end(core.lookup(session, names, LookupOptions(request_id=request_id, lease_seconds=60), now=0))
     answer = run_to_end(
-        core.prepare_store(session, names, request_id=request_id, now=0, lease_seconds=60, retain_until=retain_until)
+        core.prepare_store(
+            session, names, StoreOptions(request_id=request_id, lease_seconds=60, retain_for=retain_for), now=0
+        )
     )
     if answer.store_id is not None:
         run_to_end(core.complete_store(session, answer.store_id))
@@ -66,7 +69,7 @@ def test_nothing_is_declined_that_another_tier_can_store() -> None:
 
 def test_retained_blocks_are_not_declined() -> None:
     rig = filled()
-    assert serve(rig, "new", NEW, retain_until=50.0) == GRANTED * 8
+    assert serve(rig, "new", NEW, retain_for=50.0) == GRANTED * 8
 
 
 def test_blocks_of_an_unknown_request_are_not_declined() -> None:

@@ -10,6 +10,7 @@ from tenants import keys as tenant_keys
 
 from kvtier.tiers.base import Outcome
 from kvtier.tiers.core.commands import LoadFromTier
+from kvtier.tiers.core.options import LookupOptions
 from kvtier.tiers.core.prefetches import PrefetchAnswer
 from kvtier.tiers.types import EngineSession
 
@@ -22,13 +23,12 @@ def prefetch(
     *,
     session: EngineSession | None = None,
     most: int = 1000,
-    retain_until: float = 0.0,
+    retain_for: float = 0.0,
 ) -> PrefetchAnswer:
     if session is None:
         assert isinstance(rig, Rig)
         session = rig.session
-    options = {"retain_until": retain_until, "slice_keys": most}
-    return run_to_end(rig.core.prefetch(session, names, now=0, **options))
+    return run_to_end(rig.core.prefetch(session, names, LookupOptions(retain_for=retain_for), now=0, slice_keys=most))
 
 
 def drop_from_cpu(rig: Rig) -> None:
@@ -75,7 +75,7 @@ def test_retained_blocks_stay_until_their_time() -> None:
     rig.core.reset(session)
     while rig.core.resetting(session):
         rig.core.work()
-    answer = prefetch(rig, tenant_keys(range(8)), session=session, retain_until=60)
+    answer = prefetch(rig, tenant_keys(range(8)), session=session, retain_for=60)
     assert (answer.started, answer.not_retained) == (8, 0)
     rig.work()
     rig.store("alice", range(100, 740))
@@ -142,7 +142,7 @@ def test_statistics_count_no_lookup() -> None:
 def test_a_load_that_ends_between_two_slices_is_not_counted() -> None:
     """The lease of the slices then has a block that has failed."""
     rig = disk_rig(*range(8))
-    prefetch = Steps(rig.core.prefetch(rig.session, keys(*range(8)), now=0, slice_keys=4), "lookup")
+    prefetch = Steps(rig.core.prefetch(rig.session, keys(*range(8)), LookupOptions(), now=0, slice_keys=4), "lookup")
     while prefetch.step() and prefetch.state.position < 4:
         pass
     rig.finish_jobs(Outcome.FAILED)
@@ -168,9 +168,7 @@ def test_a_reset_makes_every_key_missing() -> None:
     """No promotion starts meanwhile."""
     rig = disk_rig(*range(4))
     rig.store(keys(50))
-    lease = run_to_end(
-        rig.core.lookup(rig.session, keys(50), prefix=True, request_id="", now=0, lease_seconds=FAR)
-    ).lease
+    lease = run_to_end(rig.core.lookup(rig.session, keys(50), LookupOptions(lease_seconds=FAR), now=0)).lease
     assert lease is not None
     assert rig.core.reset(rig.session) == 1
     rig.core.take_commands()

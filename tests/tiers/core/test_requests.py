@@ -9,6 +9,7 @@ from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.core.commands import StoreInTier
+from kvtier.tiers.core.options import StoreOptions
 from kvtier.tiers.negotiation import DEFAULT_RULES, Rule, vote
 
 BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
@@ -43,7 +44,9 @@ def settle(rig: Rig) -> None:
 
 
 def prepare(rig: Rig, names: list[bytes], request_id: str = "r") -> Any:
-    return run_to_end(rig.core.prepare_store(rig.session, names, request_id=request_id, now=0, lease_seconds=60))
+    return run_to_end(
+        rig.core.prepare_store(rig.session, names, StoreOptions(request_id=request_id, lease_seconds=60), now=0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -287,7 +290,7 @@ def test_requests_of_an_ended_session_end() -> None:
     eager = RequestLevelTier("eager", 1 << 20)
     rig = Rig(eager)
     other = rig.open("other")
-    answer = run_to_end(rig.core.prepare_store(other, keys(0), now=0, lease_seconds=60))
+    answer = run_to_end(rig.core.prepare_store(other, keys(0), StoreOptions(lease_seconds=60), now=0))
     begin(rig)
     prepare(rig, keys(0, 1))
     rig.core.close_session(rig.session.id)

@@ -1,17 +1,18 @@
 """`retain_for`: blocks that a request wants to keep for a time, up to a limit."""
 
 import pytest
-from harness.operations import run_to_end
+from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 from tenants import PAGE, Rig, keys, spec, tenant
 
 from kvtier.tiers.base import RequestInfo
+from kvtier.tiers.core.options import LookupOptions, StoreOptions
 
 
 def test_retained_blocks_survive_a_flood_until_their_time() -> None:
     """The eviction policy does not matter; then they are ordinary blocks."""
     rig = Rig()
-    rig.store("alice", range(16), retain_until=60)
+    rig.store("alice", range(16), retain_for=60)
     rig.tick(59)
     rig.store("alice", range(100, 740))
     assert set(keys(range(16))) <= rig.visible("alice")
@@ -23,7 +24,7 @@ def test_retained_blocks_survive_a_flood_until_their_time() -> None:
 def test_retained_blocks_stay_in_secondary_tiers() -> None:
     """From the cascade on."""
     rig = Rig(tiers=[ModelTier("disk", 64 * PAGE)])
-    rig.store("alice", range(16), retain_until=60)
+    rig.store("alice", range(16), retain_for=60)
     rig.store("alice", range(100, 740))
     assert set(keys(range(16))) <= rig.below("alice")
     rig.tick(61)
@@ -39,9 +40,9 @@ def test_used_blocks_are_retained_in_both_tiers(use: str) -> None:
     if use == "promotion":
         rig.core.reset(rig.session(spec("alice")))
     if use == "store of a present block":
-        rig.store("alice", range(8), retain_until=60)
+        rig.store("alice", range(8), retain_for=60)
     else:
-        assert rig.look_up("alice", range(8), retain_until=60) == 8
+        assert rig.look_up("alice", range(8), retain_for=60) == 8
     rig.store("alice", range(100, 740))
     assert set(keys(range(8))) <= rig.visible("alice") & rig.below("alice")
 
@@ -49,9 +50,9 @@ def test_used_blocks_are_retained_in_both_tiers(use: str) -> None:
 def test_the_latest_time_counts() -> None:
     """A request never shortens the retention of another."""
     rig = Rig()
-    rig.store("alice", range(8), retain_until=30)
-    rig.look_up("alice", range(8), retain_until=60)
-    rig.look_up("alice", range(8), retain_until=10)
+    rig.store("alice", range(8), retain_for=30)
+    rig.look_up("alice", range(8), retain_for=60)
+    rig.look_up("alice", range(8), retain_for=10)
     rig.look_up("alice", range(8))
     rig.tick(50)
     rig.store("alice", range(100, 740))
@@ -61,7 +62,7 @@ def test_the_latest_time_counts() -> None:
 def test_at_most_half_of_a_tier_is_retained() -> None:
     """The head of the blocks is retained; the rest is counted and follows the policy."""
     rig = Rig(tiers=[ModelTier("disk", 32 * PAGE)])
-    assert rig.store("alice", range(64), retain_until=60) == 32
+    assert rig.store("alice", range(64), retain_for=60) == 32
     rig.store("alice", range(100, 740))
     assert rig.visible("alice") >= set(keys(range(32)))
     assert rig.below("alice") >= set(keys(range(16)))
@@ -74,9 +75,9 @@ def test_at_most_half_of_a_tier_is_retained() -> None:
 def test_at_most_half_of_a_quota_is_retained() -> None:
     """Tenants without a quota retain half of the capacity outside quotas."""
     rig = Rig(tenant("alice", quota=2 * EXTENT))
-    assert rig.store("alice", range(32), retain_until=60) == 16
-    assert rig.store("bob", range(32), retain_until=60) == 16
-    assert rig.store("carol", range(32), retain_until=60) == 32
+    assert rig.store("alice", range(32), retain_for=60) == 16
+    assert rig.store("bob", range(32), retain_for=60) == 16
+    assert rig.store("carol", range(32), retain_for=60) == 32
     rig.store("alice", range(100, 132))
     assert rig.share("alice").used >= 2 * EXTENT
 
@@ -84,14 +85,14 @@ def test_at_most_half_of_a_quota_is_retained() -> None:
 def test_ended_retention_frees_its_budget() -> None:
     """By expiry, by a reset, and by a failed store."""
     rig = Rig()
-    rig.store("alice", range(32), retain_until=60)
+    rig.store("alice", range(32), retain_for=60)
     rig.tick(60)
-    assert rig.store("alice", range(100, 132), retain_until=90) == 0
+    assert rig.store("alice", range(100, 132), retain_for=90) == 0
     rig.core.reset(rig.session(spec("alice")))
     assert rig.share("alice").retained == 0
     session = rig.session(spec("alice"))
     answer = run_to_end(
-        rig.core.prepare_store(session, keys(range(4)), request_id="", now=0, lease_seconds=1e9, retain_until=90)
+        rig.core.prepare_store(session, keys(range(4)), StoreOptions(lease_seconds=1e9, retain_for=90), now=0)
     )
     assert rig.share("alice").retained == 4 * PAGE
     run_to_end(rig.core.complete_store(session, answer.store_id, failed=range(4)))
@@ -101,31 +102,35 @@ def test_ended_retention_frees_its_budget() -> None:
 def test_retention_does_not_pin() -> None:
     """A reset does not wait for it, nor does the end of its session."""
     rig = Rig()
-    rig.store("alice", range(8), retain_until=60)
+    rig.store("alice", range(8), retain_for=60)
     session = rig.session(spec("alice"))
     assert rig.core.reset(session) == 0
     rig.core.close_session(session.id)
     assert not rig.visible("alice")
 
 
-def test_a_request_sets_its_retention_once() -> None:
-    """The service passes it with each call."""
+def test_a_request_sets_the_retention_of_its_calls() -> None:
+    """The retention that a call names comes first."""
     rig = Rig()
     session = rig.session(spec("alice"))
     rig.core.begin_request(session, RequestInfo("r", session.namespace.id, retain_for=30))
-    assert rig.core.requests.retention_of(session, "r") == 30
-    assert rig.core.requests.retention_of(session, "another") == 0
+    for request_id, own, expected in (("r", 0.0, 47), ("r", 5.0, 22), ("another", 0.0, 0), ("another", 5.0, 22)):
+        options = LookupOptions(request_id=request_id, retain_for=own)
+        for begin in (rig.core.lookup, rig.core.prefetch, rig.core.prepare_store):
+            kind = "preparation" if begin == rig.core.prepare_store else "lookup"
+            steps = Steps(begin(session, keys(range(4)), options, now=17), kind)
+            assert steps.state.retain_until == expected, (begin, options)
 
 
 def test_expired_retention_makes_room_at_once() -> None:
     """A store finds the room without a tick in between."""
     rig = Rig()
-    rig.store("alice", range(32), retain_until=60)
+    rig.store("alice", range(32), retain_for=60)
     queues = rig.core._cpu_tier.queues
     rig.store("alice", range(100, 132))
     held = run_to_end(
         rig.core.lookup(
-            rig.session(spec("alice")), keys(range(100, 132)), prefix=False, request_id="", now=0, lease_seconds=1e9
+            rig.session(spec("alice")), keys(range(100, 132)), LookupOptions(prefix=False, lease_seconds=1e9), now=0
         )
     )
     assert held.lease is not None
@@ -137,7 +142,7 @@ def test_expired_retention_makes_room_at_once() -> None:
 def test_a_jumping_clock_does_no_harm() -> None:
     """Backward jumps have no effect; after a forward jump every retention has ended."""
     rig = Rig(now=1000)
-    rig.store("alice", range(16), retain_until=1060)
+    rig.store("alice", range(16), retain_for=1060)
     rig.tick(10)
     rig.store("alice", range(100, 740))
     assert set(keys(range(16))) <= rig.visible("alice")

@@ -5,6 +5,7 @@ from harness.operations import run_to_end
 from simulation import ModelTier
 from tenants import PAGE, ROOMY, Rig, keys, spec
 
+from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.core.settings import CPU_TIER
 from kvtier.tiers.types import KeyStatus, MissReason
 
@@ -72,10 +73,8 @@ def test_leased_and_retained_blocks_do_not_expire() -> None:
     """A leased block is in use until the lease ends, a retained block until its time."""
     rig = Rig(ttl={CPU_TIER: 60})
     rig.store("alice", range(4))
-    rig.look_up("alice", [3], retain_until=100)
-    held = run_to_end(
-        rig.core.lookup(rig.session(spec("alice")), keys([0]), prefix=True, request_id="", now=0, lease_seconds=1e9)
-    )
+    rig.look_up("alice", [3], retain_for=100)
+    held = run_to_end(rig.core.lookup(rig.session(spec("alice")), keys([0]), LookupOptions(lease_seconds=1e9), now=0))
     rig.tick(70)
     assert rig.visible("alice") == set(keys([0, 3]))
     rig.core.release(rig.session(spec("alice")), held.lease.id)
@@ -88,14 +87,14 @@ def test_blocks_of_running_jobs_do_not_expire() -> None:
     near = ModelTier("near", ROOMY)
     rig = Rig(tiers=[near], ttl={CPU_TIER: 60, "near": 60})
     session = rig.session(spec("alice"))
-    answer = run_to_end(rig.core.prepare_store(session, keys([0]), now=0, lease_seconds=1e9))
+    answer = run_to_end(rig.core.prepare_store(session, keys([0]), StoreOptions(lease_seconds=1e9), now=0))
     run_to_end(rig.core.complete_store(session, answer.store_id))
     rig.core.tick(61)
     rig.core.tick(122)
     rig.work()
     assert (len(near.blocks), rig.visible("alice")) == (1, set(keys([0])))
     rig.core.reset(session)
-    found = run_to_end(rig.core.lookup(session, keys([0]), now=0, lease_seconds=1e9))
+    found = run_to_end(rig.core.lookup(session, keys([0]), LookupOptions(lease_seconds=1e9), now=0))
     assert found.lease is not None
     rig.core.tick(190)
     rig.core.tick(260)
@@ -135,7 +134,7 @@ def test_the_work_of_a_tick_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.tiers.eviction.queues.MAX_AT_ONCE", 10)
     rig = Rig(ttl={CPU_TIER: 60})
     rig.store("alice", range(16))
-    rig.store("alice", range(100, 120), retain_until=60)
+    rig.store("alice", range(100, 120), retain_for=60)
     rig.tick(61)
     assert len(rig.visible("alice")) == 26
     assert rig.core._cpu_tier.queues.stats()[0].retained_bytes == 10 * PAGE

@@ -29,10 +29,15 @@ class Actors:
         self.world = world
         self.rng = world.rng
 
-    def retain_until(self) -> float:
-        """Returns the end of a request's retention; None mostly."""
-        wanted = self.rng.choice((0, 0, 0, 10, 60, 4000))
-        return self.world.now + wanted if wanted else 0.0
+    def retain_for(self) -> float:
+        """Returns the seconds of a request's retention; 0 mostly."""
+        return self.rng.choice((0, 0, 0, 10, 60, 4000))
+
+    def retain_until(self, session: EngineSession, request_id: str, retain_for: float) -> float:
+        """Returns the end of the retention of a call that begins now; 0 for none."""
+        request = inside.request(self.world.core, session.engine, request_id)
+        seconds = retain_for or (request.retain_for if request is not None else 0)
+        return self.world.now + seconds if seconds else 0.0
 
     def conversation_used(
         self, session: EngineSession, request_id: str, keys: list[bytes], retain_until: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvtier.tiers import errors
+from kvtier.tiers.core.options import LookupOptions
 from kvtier.tiers.negotiation import TierFilter
 
 from .actors import HOLD_SECONDS, Actors
@@ -55,7 +56,9 @@ class Readers(Actors):
             keys = self.some_keys(client.session)
             self.world.refused(
                 errors.InvalidItem,
-                lambda: core.lookup(client.session, keys, now=0, request_id="r1", lease_seconds=0, tiers=tiers),
+                lambda: core.lookup(
+                    client.session, keys, LookupOptions(request_id="r1", lease_seconds=0, tiers=tiers), now=0
+                ),
             )
 
     def read(self) -> None:

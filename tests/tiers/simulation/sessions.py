@@ -102,7 +102,11 @@ class Sessions(Actors):
         session, request_id, book = client.session, self.rng.choice(REQUESTS), self.world.ledger.requests
         params = {"do_remote_decode": self.rng.random() < 0.5}
         info = RequestInfo(
-            request_id, session.namespace.id, kv_transfer_params=params, conversation_id=self.rng.choice(CONVERSATIONS)
+            request_id,
+            session.namespace.id,
+            kv_transfer_params=params,
+            retain_for=self.retain_for(),
+            conversation_id=self.rng.choice(CONVERSATIONS),
         )
         negotiation = self.world.core.begin_request(session, info)
         policy = max((vote.policy for _, vote in negotiation.votes), default=OffloadPolicy.BLOCK_LEVEL)

@@ -9,6 +9,7 @@ from kvtier.tiers import errors
 from kvtier.tiers.core.conversations import Conversation
 from kvtier.tiers.core.in_flight_stores import Preparation as State
 from kvtier.tiers.core.operations import Operation
+from kvtier.tiers.core.options import StoreOptions
 from kvtier.tiers.types import EngineSession, StoreStatus
 
 from . import inspect as inside
@@ -32,7 +33,7 @@ class Preparation(Call):
         super().__init__(actors, client)
         rng = actors.rng
         self.keys, self.request_id = actors.some_keys(self.session), rng.choice(REQUESTS)
-        self.seconds, self.retain_for = rng.choice(HOLD_SECONDS), rng.choice((0, 0, 0, 10, 60, 4000))
+        self.seconds, self.retain_for = rng.choice(HOLD_SECONDS), actors.retain_for()
         self.retain_until = 0.0
         self.conversation: Conversation | None = None
         """The conversation of the request before the step."""
@@ -44,16 +45,14 @@ class Preparation(Call):
         return self.world.core.prepare_store(
             self.session,
             self.keys,
+            StoreOptions(request_id=self.request_id, lease_seconds=self.seconds, retain_for=self.retain_for),
             now=self.world.now,
-            request_id=self.request_id,
-            lease_seconds=self.seconds,
-            retain_until=self.retain_until,
             slice_keys=self.size,
         )
 
     def step(self) -> bool:
         if self.operation is None:
-            self.retain_until = self.world.now + self.retain_for if self.retain_for else 0.0
+            self.retain_until = self.actors.retain_until(self.session, self.request_id, self.retain_for)
             self.operation = self.begin()
             self.preparation = inside.state_of(self.operation, "preparation")
         state = self._state

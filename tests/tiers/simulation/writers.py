@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from kvtier.tiers import errors
+from kvtier.tiers.core.options import StoreOptions
 from kvtier.tiers.types import DurableStatus, EngineSession
 
 from . import inspect as inside
@@ -47,7 +48,11 @@ class Writers(Actors):
         self.world.calls.begin(Preparation(self, client))
 
     def _prepare(self, session: EngineSession, keys: list[bytes]) -> None:
-        next(self.world.core.prepare_store(session, keys, now=0, request_id=self.rng.choice(REQUESTS), lease_seconds=0))
+        next(
+            self.world.core.prepare_store(
+                session, keys, StoreOptions(request_id=self.rng.choice(REQUESTS), lease_seconds=0), now=0
+            )
+        )
 
     def write_a_part(self) -> None:
         """A process writes a part of a block, possibly after the end of its store."""
