@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar, Unpack
 
 from ..cuda.host.copy import HostBuffer
 from ..cuda.host.pinning import Pin
@@ -19,6 +19,7 @@ from .effects import Connect, Operation, Transport
 from .errors import KVTierError
 from .namespace import Namespace
 from .operations import Operations
+from .operations.arguments import LookupOptions, PrefetchOptions, RequestOptions, StoreOptions
 from .results import (
     HandoffDirection,
     HoldName,
@@ -28,7 +29,6 @@ from .results import (
     Publication,
     ReadBatch,
     RequestOutcome,
-    TierFilter,
     WriteBatch,
 )
 from .session.connection import ClientIdentity, EngineAddress, TransportName
@@ -113,106 +113,28 @@ class Client(ConnectionState):
         self._check_process()
         self._transport.perform(Connect(self.timeouts.connect if timeout is None else timeout, patient=True))
 
-    def begin_request(
-        self,
-        request_id: str,
-        keys: Sequence[bytes] = (),
-        *,
-        prompt_tokens: int = 0,
-        priority: int = 0,
-        kv_transfer_params: Mapping[str, Any] | None = None,
-        wait: float = 0.0,
-        prefix: bool = True,
-        lease: float | None = None,
-        exclude: TierFilter | None = None,
-        min_hits: int = 0,
-        retain_for: float | None = None,
-        source: str = "",
-        conversation_id: str = "",
-    ) -> Lease:
+    def begin_request(self, request_id: str, keys: Sequence[bytes] = (), **options: Unpack[RequestOptions]) -> Lease:
         """Registers a request, negotiates its offload policy and looks up its keys.
 
-        Call `finish_request` when it ends. `conversation_id`: see `ConversationClient`.
-        `retain_for`: for all its blocks. Others: see `lookup`. The result has `policy`, `votes`.
+        Call `finish_request` when it ends. `options`: see `RequestOptions`. The result has `policy`
+        and `votes`.
         """
-        return self._lease(
-            self._operations.begin_request(
-                request_id,
-                keys,
-                prompt_tokens=prompt_tokens,
-                priority=priority,
-                kv_transfer_params=kv_transfer_params,
-                wait=wait,
-                prefix=prefix,
-                lease=lease,
-                exclude=exclude,
-                min_hits=min_hits,
-                retain_for=retain_for,
-                source=source,
-                conversation_id=conversation_id,
-            )
-        )
+        return self._lease(self._operations.begin_request(request_id, keys, options))
 
-    def lookup(
-        self,
-        keys: Sequence[bytes],
-        *,
-        request_id: str = "",
-        wait: float = 0.0,
-        prefix: bool = True,
-        lease: float | None = None,
-        exclude: TierFilter | None = None,
-        min_hits: int = 0,
-        retain_for: float | None = None,
-        source: str = "",
-    ) -> Lease:
-        """Looks up keys and pins the hits with a lease.
+    def lookup(self, keys: Sequence[bytes], **options: Unpack[LookupOptions]) -> Lease:
+        """Looks up keys, made by `make_key`, in token order, and pins the hits with a lease.
 
-        Args:
-            keys: keys made by `make_key`, in token order.
-            request_id: owner of the lease; `finish_request` releases it.
-            wait: seconds to wait for room, and for blocks that are being written or promoted.
-            prefix: whether all keys after the first miss count as misses.
-            lease: duration of the lease in seconds; None: the server's default.
-            exclude: tiers that the lookup does not use.
-            min_hits: with `prefix`: if there are fewer leading hits, all keys count as misses.
-            retain_for: seconds without eviction, within the server's limit; see `begin_request`.
-            source: server of another host (`HOST:PORT`) from which to load blocks that are missing.
+        `options`: see `LookupOptions`.
         """
-        return self._lease(
-            self._operations.lookup(
-                keys,
-                request_id=request_id,
-                wait=wait,
-                prefix=prefix,
-                lease=lease,
-                exclude=exclude,
-                min_hits=min_hits,
-                retain_for=retain_for,
-                source=source,
-            )
-        )
+        return self._lease(self._operations.lookup(keys, options))
 
-    def prefetch(
-        self,
-        keys: Sequence[bytes],
-        *,
-        request_id: str = "",
-        wait: float = 0.0,
-        exclude: TierFilter | None = None,
-        retain_for: float | None = None,
-        source: str = "",
-    ) -> Prefetched:
+    def prefetch(self, keys: Sequence[bytes], **options: Unpack[PrefetchOptions]) -> Prefetched:
         """Starts to promote the leading blocks into the CPU tier, and takes no lease.
 
         Without `retain_for`, the server may evict the blocks again before a lookup. `wait`: seconds
-        to wait for answers of shared tiers and of `source`. For other arguments see `lookup`.
+        to wait for answers of shared tiers and of `source`. `options`: see `LookupOptions`.
         """
-        return self._run(
-            self._operations.prefetch(
-                keys, request_id=request_id, wait=wait, exclude=exclude, retain_for=retain_for, source=source
-            )
-        )
+        return self._run(self._operations.prefetch(keys, options))
 
     @contextlib.contextmanager
     def read(self, lease: LookupResult | int, items: Sequence[int]) -> Iterator[ReadBatch]:
@@ -236,17 +158,14 @@ class Client(ConnectionState):
         return self._run(self._operations.load(keys, buffers, request_id=request_id, wait=wait))
 
     @contextlib.contextmanager
-    def write(
-        self, keys: Sequence[bytes], *, request_id: str = "", retain_for: float | None = None
-    ) -> Iterator[WriteBatch]:
+    def write(self, keys: Sequence[bytes], **options: Unpack[StoreOptions]) -> Iterator[WriteBatch]:
         """Gives memory to write blocks to. The exit of the `with` statement stores the blocks.
 
         If the body or the exit raises, nothing is stored. Write only the blocks of `batch.wanted`;
-        `batch.statuses` gives the reason for the other blocks. For `retain_for` see `lookup`.
+        `batch.statuses` gives the reason for the other blocks. `options`: see `StoreOptions`.
         """
         with ExitStack() as held:
-            begin = self._operations.begin_write
-            writing = self._run(begin(held, keys, request_id=request_id, retain_for=retain_for))
+            writing = self._run(self._operations.begin_write(held, keys, options))
             try:
                 yield writing.batch
             except BaseException as error:
@@ -255,16 +174,12 @@ class Client(ConnectionState):
                 raise
             self._run(self._operations.end_write(writing))
 
-    def store(
-        self,
-        keys: Sequence[bytes],
-        buffers: Sequence[HostBuffer],
-        *,
-        request_id: str = "",
-        retain_for: float | None = None,
-    ) -> bytes:
-        """Stores each buffer, unless its key is stored already. Returns a `StoreStatus` per key."""
-        return self._run(self._operations.store(keys, buffers, request_id=request_id, retain_for=retain_for))
+    def store(self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], **options: Unpack[StoreOptions]) -> bytes:
+        """Stores each buffer, unless its key is stored already. Returns a `StoreStatus` per key.
+
+        `options`: see `StoreOptions`.
+        """
+        return self._run(self._operations.store(keys, buffers, options))
 
     def register_kv_buffers(self, buffers: KvBuffers) -> None:
         """Registers device memory with the server now, and again in each new session.
@@ -281,18 +196,15 @@ class Client(ConnectionState):
         blocks: Sequence[int],
         *,
         after: Mark | None = None,
-        request_id: str = "",
-        retain_for: float | None = None,
+        **options: Unpack[StoreOptions],
     ) -> bytes:
         """Stores device block `blocks[i]` under `keys[i]`, from the tensors of the key's group.
 
         A block may occur once per group. `after` marks the compute that writes the blocks; None if
-        it has ended. For other arguments see `store`. Returns one `StoreStatus` per key. When the
+        it has ended. `options`: see `StoreOptions`. Returns one `StoreStatus` per key. When the
         call ends, the server no longer reads the blocks, unless the connection was lost.
         """
-        return self._run(
-            self._operations.store_from_device(keys, blocks, request_id=request_id, retain_for=retain_for, after=after)
-        )
+        return self._run(self._operations.store_from_device(keys, blocks, options, after=after))
 
     def load_to_device(
         self,

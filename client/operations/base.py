@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import accumulate, count
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from ...cuda.host.copy import HostBuffer, addresses_of
 from ...cuda.host.pinning import Pin
-from ...protos.durations import duration_of
-from ...protos.v1 import cache_pb2, common_pb2
-from ...protos.wire.packed_keys import pack_keys
+from ...protos.v1 import cache_pb2
 from ..effects import Call, Connect, Operation, Transport
 from ..errors import InvalidRequest, KVTierError, ServerError, SessionLost, Unavailable
 from ..namespace import Namespace
 from ..session.session import ClientSession
 from ..staging import StagingPool
-from ..timeouts import Timeouts, check_seconds
+from ..timeouts import Timeouts
+from .arguments import StoreOptions, duration, encoded, message, packed
 
 __all__ = [
     "Base",
     "Grant",
     "SessionOperations",
-    "as_json",
     "consecutive",
-    "duration",
-    "member",
-    "message",
-    "packed",
 ]
 
 
-_MAX_SECONDS = 2.0**60
-"""Longest time that a request can have. The server shortens times to its limits."""
 _group_of: Callable[[bytes], bytes] = itemgetter(slice(-4, None))
 
 
@@ -71,15 +60,14 @@ class SessionOperations:
         return (yield from self._call(session, method, request, wait or 0.0))
 
     def _prepare_store(
-        self, session: ClientSession, keys: Sequence[bytes], request_id: str, retain_for: float | None, grant_id: int
+        self, session: ClientSession, keys: Sequence[bytes], options: StoreOptions, grant_id: int
     ) -> Operation[cache_pb2.PrepareStoreResponse]:
         request = message(
             cache_pb2.PrepareStoreRequest,
             session=session.ref,
-            request_id=request_id,
             keys=packed(keys),
-            retain_for=duration("retain_for", retain_for),
             grant_id=grant_id,
+            **encoded(options),
         )
         answer: cache_pb2.PrepareStoreResponse = yield from self._call_granting(
             session, grant_id, "CacheService/PrepareStore", request
@@ -205,54 +193,6 @@ class Base(SessionOperations):
             wrong = next(number for number, size in enumerate(sizes) if size != wanted[number])
             raise InvalidRequest(f"a buffer has {sizes[wrong]} bytes, but the part of its key has {wanted[wrong]}")
         return addresses, sizes
-
-
-M = TypeVar("M", bound=Message)
-E = TypeVar("E", bound=Enum)
-
-
-def message(make: type[M], **fields: Any) -> M:
-    """Returns a protobuf message; raises `InvalidRequest` for a value of the wrong type."""
-    try:
-        return make(**fields)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(str(error)) from error
-
-
-def packed(keys: Sequence[bytes]) -> common_pb2.PackedKeys:
-    """Returns the request field for keys; raises `InvalidRequest` for values that are no keys."""
-    try:
-        return pack_keys(keys)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"keys must be bytes: {error}") from error
-
-
-def member(kind: type[E], value: object, name: str) -> E:
-    """Returns the member of an enum with this value; raises `InvalidRequest` for other values."""
-    try:
-        return kind(value)
-    except ValueError:
-        choices = ", ".join(f"{kind.__name__}.{choice.name}" for choice in kind)
-        raise InvalidRequest(f"{name} must be one of {choices}, not {value!r}") from None
-
-
-def as_json(params: Mapping[str, Any] | None) -> str:
-    if params is None:
-        return ""
-    if not isinstance(params, Mapping):
-        raise InvalidRequest(f"kv_transfer_params must be a mapping, not {params!r:.100}")
-    try:
-        return json.dumps(params, allow_nan=False, ensure_ascii=False) if params else ""
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"kv_transfer_params cannot be encoded as JSON: {error}") from error
-
-
-def duration(name: str, seconds: float | None) -> Duration | None:
-    """Returns the duration of the argument `name`; raises `InvalidRequest` if it is invalid."""
-    if seconds is None:
-        return None
-    check_seconds(name, seconds, _MAX_SECONDS)
-    return duration_of(seconds)
 
 
 def consecutive(sizes: Sequence[int]) -> list[int]:

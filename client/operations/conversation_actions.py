@@ -8,7 +8,7 @@ from ...protos.v1 import conversation_pb2
 from ..effects import Call, Operation
 from ..results import BlocksInTier, ConversationAction, ConversationInfo, ConversationPage, ConversationResult
 from ..timeouts import check_seconds
-from .base import duration, member, message, packed
+from .arguments import duration, member, message, packed
 
 __all__ = ["ConversationOperations"]
 

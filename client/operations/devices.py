@@ -13,7 +13,8 @@ from ..effects import Call, Connect, Copy, Operation
 from ..errors import DeadlineExceeded, DeviceUnavailable, InvalidRequest, KVTierError
 from ..results import LookupResult, StoreStatus
 from ..session.session import ClientSession
-from .base import Grant, message
+from .arguments import StoreOptions, message
+from .base import Grant
 from .lookups import LookupOperations, lease_id_of
 
 __all__ = ["DeviceOperations"]
@@ -49,9 +50,8 @@ class DeviceOperations(LookupOperations):
         self,
         keys: Sequence[bytes],
         blocks: Sequence[int],
+        options: StoreOptions,
         *,
-        request_id: str,
-        retain_for: float | None,
         after: Mark | None,
     ) -> Operation[bytes]:
         if len(keys) != len(blocks):
@@ -61,7 +61,7 @@ class DeviceOperations(LookupOperations):
         event = yield from self._order(registered, after)
         grant = Grant(self._new_grant(), session)
         with self._owning(grant):
-            answer = yield from self._prepare_store(session, keys, request_id, retain_for, grant.id)
+            answer = yield from self._prepare_store(session, keys, options, grant.id)
             if not answer.store_id:
                 return bytes(answer.statuses)
             wanted = [number for number, status in enumerate(answer.statuses) if status == StoreStatus.GRANTED]
@@ -91,7 +91,7 @@ class DeviceOperations(LookupOperations):
             raise InvalidRequest(f"{len(keys)} keys, but {len(blocks)} blocks")
         grant = Grant(self._new_grant())
         with self._owning(grant):
-            found = yield from self.lookup(keys, request_id=request_id, wait=wait, prefix=True, lease=None, grant=grant)
+            found = yield from self.lookup(keys, {"request_id": request_id, "wait": wait}, grant=grant)
             hits = found.prefix_hits
             try:
                 if hits:

@@ -19,7 +19,8 @@ from ..results import (
     PublishStatus,
 )
 from ..session.session import ClientSession
-from .base import Base, duration, member, message, packed
+from .arguments import duration, member, message, packed
+from .base import Base
 
 __all__ = ["HandoffOperations"]
 

@@ -14,7 +14,8 @@ from ..errors import KVTierError, LeaseLost, NotConnected, ServerError
 from ..part_streams import ATTEMPTS, PartReceiver, is_retryable
 from ..results import LookupResult, ReadBatch
 from ..session.session import ClientSession
-from .base import Base, Grant, consecutive, message
+from .arguments import LookupOptions, message
+from .base import Base, Grant, consecutive
 from .lookups import LookupOperations, lease_id_of
 
 __all__ = ["LoadOperations", "Reading"]
@@ -100,9 +101,8 @@ class LoadOperations(LookupOperations, Base):
         request_id: str,
         wait: float,
     ) -> Operation[int]:
-        found = yield from self.lookup(
-            keys, request_id=request_id, wait=wait, prefix=True, lease=None, want_slots=True, grant=grant
-        )
+        options: LookupOptions = {"request_id": request_id, "wait": wait}
+        found = yield from self.lookup(keys, options, want_slots=True, grant=grant)
         hits = found.prefix_hits
         if not hits:
             if found.id:

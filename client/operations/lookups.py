@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ...protos.v1 import cache_pb2
 from ...protos.wire.packed_keys import unpack_offsets
@@ -13,16 +12,15 @@ from ..errors import InvalidRequest
 from ..results import (
     KeyStatus,
     LookupResult,
-    Medium,
     OffloadPolicy,
     Prefetched,
     RequestOutcome,
     SourceOutcome,
-    TierFilter,
     TierVote,
 )
 from ..session.session import ClientSession
-from .base import Grant, SessionOperations, as_json, duration, member, message, packed
+from .arguments import LookupOptions, PrefetchOptions, RequestOptions, duration, encoded, message, packed
+from .base import Grant, SessionOperations
 
 __all__ = ["LookupOperations", "lease_id_of"]
 
@@ -30,42 +28,17 @@ _READABLE = frozenset({KeyStatus.HIT, KeyStatus.HIT_PENDING})
 
 
 class LookupOperations(SessionOperations):
-    def begin_request(
-        self,
-        request_id: str,
-        keys: Sequence[bytes],
-        *,
-        prompt_tokens: int,
-        priority: int,
-        kv_transfer_params: Mapping[str, Any] | None,
-        wait: float,
-        prefix: bool,
-        lease: float | None,
-        exclude: TierFilter | None = None,
-        min_hits: int = 0,
-        retain_for: float | None = None,
-        source: str = "",
-        conversation_id: str = "",
-    ) -> Operation[LookupResult]:
+    def begin_request(self, request_id: str, keys: Sequence[bytes], options: RequestOptions) -> Operation[LookupResult]:
         session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(
             cache_pb2.BeginRequestRequest,
             session=session.ref,
             request_id=request_id,
             keys=packed(keys),
-            mode=lookup_mode(prefix),
-            prompt_tokens=prompt_tokens,
-            priority=priority,
-            kv_transfer_params_json=as_json(kv_transfer_params),
-            wait=duration("wait", wait),
-            lease_duration=duration("lease", lease),
-            exclude=tier_filter(exclude),
-            min_hits=min_hits,
-            retain_for=duration("retain_for", retain_for),
-            source=source,
-            conversation_id=conversation_id,
             grant_id=self._new_grant(),
+            **encoded(options),
         )
+        wait = options.get("wait", 0.0)
         answer = yield from self._call_granting(session, request.grant_id, "CacheService/BeginRequest", request, wait)
         votes = tuple(TierVote(vote.tier, OffloadPolicy(vote.policy), vote.why) for vote in answer.votes)
         found = lookup_result(answer.lookup, request_id, keys, session)
@@ -74,15 +47,8 @@ class LookupOperations(SessionOperations):
     def lookup(
         self,
         keys: Sequence[bytes],
+        options: LookupOptions,
         *,
-        request_id: str,
-        wait: float,
-        prefix: bool,
-        lease: float | None,
-        exclude: TierFilter | None = None,
-        min_hits: int = 0,
-        retain_for: float | None = None,
-        source: str = "",
         want_slots: bool = False,
         grant: Grant | None = None,
     ) -> Operation[LookupResult]:
@@ -96,42 +62,19 @@ class LookupOperations(SessionOperations):
         request = message(
             cache_pb2.LookupRequest,
             session=session.ref,
-            request_id=request_id,
             keys=packed(keys),
-            mode=lookup_mode(prefix),
-            wait=duration("wait", wait),
-            lease_duration=duration("lease", lease),
             want_slots=want_slots and session.region is not None,
-            exclude=tier_filter(exclude),
-            min_hits=min_hits,
-            retain_for=duration("retain_for", retain_for),
-            source=source,
             grant_id=grant.id if grant is not None else self._new_grant(),
+            **encoded(options),
         )
+        wait, request_id = options.get("wait", 0.0), options.get("request_id", "")
         answer = yield from self._call_granting(session, request.grant_id, "CacheService/Lookup", request, wait)
         return lookup_result(answer, request_id, keys, session)
 
-    def prefetch(
-        self,
-        keys: Sequence[bytes],
-        *,
-        request_id: str,
-        wait: float,
-        exclude: TierFilter | None,
-        retain_for: float | None,
-        source: str = "",
-    ) -> Operation[Prefetched]:
+    def prefetch(self, keys: Sequence[bytes], options: PrefetchOptions) -> Operation[Prefetched]:
         session: ClientSession = yield Connect(self._timeouts.connect)
-        request = message(
-            cache_pb2.PrefetchRequest,
-            session=session.ref,
-            request_id=request_id,
-            keys=packed(keys),
-            wait=duration("wait", wait),
-            exclude=tier_filter(exclude),
-            retain_for=duration("retain_for", retain_for),
-            source=source,
-        )
+        request = message(cache_pb2.PrefetchRequest, session=session.ref, keys=packed(keys), **encoded(options))
+        wait = options.get("wait", 0.0)
         answer = yield from self._call(session, "CacheService/Prefetch", request, wait)
         return Prefetched(
             present=answer.present_blocks,
@@ -195,19 +138,3 @@ def lease_id_of(lease: LookupResult | int, items: Sequence[int]) -> int:
     except TypeError as error:
         raise InvalidRequest(f"items must be a sequence of integers: {error}") from None
     return lease.id
-
-
-def lookup_mode(prefix: bool) -> cache_pb2.LookupMode:  # noqa: FBT001 - named by its callers
-    return cache_pb2.LOOKUP_MODE_PREFIX if prefix else cache_pb2.LOOKUP_MODE_EACH
-
-
-def tier_filter(exclude: TierFilter | None) -> cache_pb2.TierFilter | None:
-    if exclude is None:
-        return None
-    if not isinstance(exclude, TierFilter):
-        raise InvalidRequest(f"exclude must be a TierFilter, not {exclude!r:.100}")
-    for name in ("names", "media"):
-        if isinstance(value := getattr(exclude, name), str) or not isinstance(value, Iterable):
-            raise InvalidRequest(f"TierFilter.{name} must be a collection, not {value!r}")
-    media = [cache_pb2.TierMedium.Name(member(Medium, medium, "TierFilter.media")) for medium in exclude.media]
-    return message(cache_pb2.TierFilter, names=exclude.names, media=media, remote=exclude.remote)

@@ -17,7 +17,8 @@ from ..part_streams import ATTEMPTS, PartSender, is_retryable
 from ..results import StoreStatus, WriteBatch
 from ..session.session import ClientSession
 from ..transport.grpc_methods import LOCATE
-from .base import Base, Grant, consecutive, message, packed
+from .arguments import StoreOptions, message, packed
+from .base import Base, Grant, consecutive
 
 __all__ = ["StoreOperations", "Writing"]
 
@@ -34,8 +35,7 @@ class Writing:
     grant: Grant
     batch: WriteBatch
     keys: Sequence[bytes]
-    request_id: str
-    retain_for: float | None
+    options: StoreOptions
     positions: Sequence[int]
     """Positions in `keys` of the blocks of the store."""
     failed: Collection[int] = ()
@@ -49,9 +49,8 @@ class StoreOperations(Base):
         self,
         held: ExitStack,
         keys: Sequence[bytes],
+        options: StoreOptions,
         *,
-        request_id: str,
-        retain_for: float | None = None,
         staged: bool = True,
         sizes: Sequence[int] | None = None,
     ) -> Operation[Writing]:
@@ -65,13 +64,13 @@ class StoreOperations(Base):
         held.enter_context(session.using())
         grant = Grant(self._new_grant(), session)
         held.enter_context(self._owning(grant))
-        answer = yield from self._prepare_store(session, keys, request_id, retain_for, grant.id)
+        answer = yield from self._prepare_store(session, keys, options, grant.id)
         try:
             batch = self._batch(held, session, keys, answer, staged=staged, sizes=sizes)
         except BaseException as error:  # for example, no memory for a staging buffer
             yield from self._give_back(session, grant.id, error)
             raise
-        return Writing(session, answer.store_id, grant, batch, keys, request_id, retain_for, batch.wanted)
+        return Writing(session, answer.store_id, grant, batch, keys, options, batch.wanted)
 
     def _batch(
         self,
@@ -160,9 +159,7 @@ class StoreOperations(Base):
         positions = [writing.positions[number] for number in written]
         wanted = [writing.keys[position] for position in positions]
         writing.grant.id = self._new_grant()
-        answer = yield from self._prepare_store(
-            writing.session, wanted, writing.request_id, writing.retain_for, writing.grant.id
-        )
+        answer = yield from self._prepare_store(writing.session, wanted, writing.options, writing.grant.id)
         statuses = bytearray(writing.batch.statuses)
         kept = []
         for number, position, status in zip(written, positions, answer.statuses, strict=True):
@@ -179,15 +176,11 @@ class StoreOperations(Base):
         self,
         keys: Sequence[bytes],
         buffers: Sequence[HostBuffer],
-        *,
-        request_id: str,
-        retain_for: float | None = None,
+        options: StoreOptions,
     ) -> Operation[bytes]:
         sources, sizes = self._addresses_and_sizes(keys, buffers, writable=False)
         with ExitStack() as held:
-            writing = yield from self.begin_write(
-                held, keys, request_id=request_id, retain_for=retain_for, staged=False, sizes=sizes
-            )
+            writing = yield from self.begin_write(held, keys, options, staged=False, sizes=sizes)
             batch = writing.batch
             wanted = sources if len(batch.wanted) == len(sources) else [sources[number] for number in batch.wanted]
             if writing.session.region is None:

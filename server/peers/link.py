@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 
 from ...client.effects import Call, Connect, Effect
 from ...client.errors import KVTierError, LimitExceeded, ServerError, SessionLost, error_from_call
+from ...client.operations.arguments import LookupOptions
 from ...client.operations.lookups import LookupOperations
 from ...client.results import KeyStatus, LookupResult, TierFilter
 from ...client.session.connection import PROTOCOL_VERSION
@@ -225,9 +226,8 @@ class PeerLink:
     ) -> LookupResult:
         """Raises `KVTierError`. Ends the sessions if the failure may be theirs."""
         wait = max(0.0, until - sessions.used_at) * _WAIT_PART
-        lookup = sessions.operations.lookup(
-            keys, request_id="", wait=wait, prefix=prefix, lease=LEASE_SECONDS, exclude=_ASKED_HERE
-        )
+        options: LookupOptions = {"wait": wait, "prefix": prefix, "lease": LEASE_SECONDS, "exclude": _ASKED_HERE}
+        lookup = sessions.operations.lookup(keys, options)
         try:
             return await run_operation(sessions, lookup)
         except KVTierError as error:

@@ -104,17 +104,15 @@ def sends(parts: int, error: Exception | None = None) -> Callable[[Pull], Except
 
 WAITS: dict[str, tuple[Callable[[Operations], Any], Any]] = {
     "CacheService/BeginRequest": (
-        lambda do: do.begin_request(
-            "r", KEYS, prompt_tokens=1, priority=0, kv_transfer_params=None, wait=5.0, prefix=True, lease=None
-        ),
+        lambda do: do.begin_request("r", KEYS, {"prompt_tokens": 1, "wait": 5.0}),
         cache_pb2.BeginRequestResponse(policy=cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL, lookup=found(MISS)),
     ),
     "CacheService/Lookup": (
-        lambda do: do.lookup(KEYS, request_id="", wait=5.0, prefix=True, lease=None),
+        lambda do: do.lookup(KEYS, {"wait": 5.0}),
         found(MISS),
     ),
     "CacheService/Prefetch": (
-        lambda do: do.prefetch(KEYS, request_id="", wait=5.0, exclude=None, retain_for=None),
+        lambda do: do.prefetch(KEYS, {"wait": 5.0}),
         cache_pb2.PrefetchResponse(),
     ),
     "CacheService/Flush": (lambda do: do.flush(KEYS, wait=5.0), cache_pb2.FlushResponse()),
@@ -138,7 +136,7 @@ def test_a_call_that_waits_gets_the_time_of_its_wait(script: Script, method: str
 
 GRANTING: dict[str, Callable[[Operations], Any]] = {
     **{name: begin for name, (begin, _) in WAITS.items() if name.endswith(("BeginRequest", "Lookup", "ClaimHold"))},
-    "CacheService/PrepareStore": lambda do: do.store(KEYS, buffers(), request_id=""),
+    "CacheService/PrepareStore": lambda do: do.store(KEYS, buffers(), {}),
 }
 
 
@@ -214,7 +212,7 @@ def pushed(nbytes: int, *, completed: bool = False) -> transfer_pb2.PushResponse
 
 def test_a_store_whose_stream_breaks(script: Script) -> None:
     """The second stream begins after the bytes that the server has. A call ends the store."""
-    storing = script.operations.store(KEYS, buffers(), request_id="")
+    storing = script.operations.store(KEYS, buffers(), {})
     statuses = script.perform(
         storing,
         granted(GRANTED, GRANTED),
@@ -231,7 +229,7 @@ def test_a_store_whose_stream_breaks(script: Script) -> None:
 
 def test_a_store_that_has_ended_when_its_stream_breaks(script: Script) -> None:
     """The client stores what the server lacks under a new grant, and reports what has no room."""
-    storing = script.operations.store(KEYS, buffers(), request_id="r", retain_for=4.0)
+    storing = script.operations.store(KEYS, buffers(), {"request_id": "r", "retain_for": 4.0})
     lost = LeaseLost("no such store", "STORE_NOT_FOUND")
     results = [granted(GRANTED, GRANTED), BROKEN, lost, cache_pb2.WithdrawGrantsResponse()]
     statuses = script.perform(storing, *results, granted(PRESENT, NO_ROOM, store_id=0))
@@ -253,7 +251,7 @@ def test_a_store_of_some_keys_that_has_ended_when_its_stream_breaks(script: Scri
         return pushed(PART, completed=True)
 
     with ExitStack() as held:
-        writing = script.perform(script.operations.begin_write(held, keys, request_id=""), first)
+        writing = script.perform(script.operations.begin_write(held, keys, {}), first)
         writing.batch.memory[: 4 * PART] = b"".join(bytes([number]) * PART for number in (1, 3, 4, 5))
         writing.batch.failed.add(0)  # the block of the second key
         results = [BROKEN, lost, cache_pb2.WithdrawGrantsResponse(), second, receive]
@@ -267,7 +265,7 @@ def test_a_store_of_some_keys_that_has_ended_when_its_stream_breaks(script: Scri
 def test_a_stream_does_not_complete_a_store_with_failed_blocks(script: Script) -> None:
     """The call that completes the store names the blocks that the caller did not write."""
     with ExitStack() as held:
-        writing = script.perform(script.operations.begin_write(held, KEYS, request_id=""), granted(GRANTED, GRANTED))
+        writing = script.perform(script.operations.begin_write(held, KEYS, {}), granted(GRANTED, GRANTED))
         writing.batch.failed.add(1)
         script.perform(script.operations.end_write(writing), pushed(2 * PART), cache_pb2.CompleteStoreResponse())
     _, push, completion = script.effects

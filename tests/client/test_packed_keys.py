@@ -8,7 +8,7 @@ import pytest
 from contracts.cache_client import new_keys
 
 from kvtier.client import InvalidRequest, make_key
-from kvtier.client.operations.base import packed
+from kvtier.client.operations.arguments import packed
 from kvtier.protos.wire.packed_keys import unpack_key_list
 
 KEYS = new_keys(3)
