@@ -25,6 +25,7 @@ from .errors import (
     UnsupportedServer,
 )
 from .namespace import Group, GroupKind, Namespace, is_hold_key, make_hold_key, make_key
+from .operations.arguments import LeaseOptions, LookupOptions, PrefetchOptions, RequestOptions, StoreOptions
 from .results import (
     BlocksInTier,
     ConversationAction,
@@ -87,7 +88,9 @@ __all__ = [
     "KvBuffers",
     "Lease",
     "LeaseLost",
+    "LeaseOptions",
     "LimitExceeded",
+    "LookupOptions",
     "LookupResult",
     "Mark",
     "Medium",
@@ -96,14 +99,17 @@ __all__ = [
     "NotConnected",
     "NotOwner",
     "OffloadPolicy",
+    "PrefetchOptions",
     "Prefetched",
     "Publication",
     "PublishStatus",
     "ReadBatch",
+    "RequestOptions",
     "RequestOutcome",
     "ServerError",
     "SessionLost",
     "SourceOutcome",
+    "StoreOptions",
     "StoreStatus",
     "TierFilter",
     "TierVote",

@@ -22,6 +22,7 @@ from ..results import Medium, TierFilter
 from ..timeouts import check_seconds
 
 __all__ = [
+    "LeaseOptions",
     "LookupOptions",
     "PrefetchOptions",
     "RequestOptions",
@@ -59,7 +60,9 @@ class _Search(TypedDict, total=False):
     source: str
 
 
-class _Leasing(_Search, total=False):
+class LeaseOptions(_Search, total=False):
+    """Options of calls that look up keys and pin the hits; see `LookupOptions`."""
+
     prefix: bool
     lease: float | None
     min_hits: int
@@ -71,7 +74,7 @@ class PrefetchOptions(_Search, total=False):
     request_id: str
 
 
-class LookupOptions(_Leasing, total=False):
+class LookupOptions(LeaseOptions, total=False):
     """Options of a lookup.
 
     `request_id`: owner of the lease; `finish_request` releases it.
@@ -88,7 +91,7 @@ class LookupOptions(_Leasing, total=False):
     request_id: str
 
 
-class RequestOptions(_Leasing, total=False):
+class RequestOptions(LeaseOptions, total=False):
     """Options of the begin of a request: those of a lookup, and further ones.
 
     `retain_for` is for all blocks of the request. `prompt_tokens`, `priority` and

@@ -123,3 +123,17 @@ def test_a_key_without_a_hash_is_refused(arguments: tuple[Any, ...], error: type
     """An empty hash would give all blocks of a group the same key."""
     with pytest.raises(error, match=words):
         make_key(*arguments)
+
+
+@pytest.mark.parametrize("method", ["lookup", "prefetch", "begin_request", "store"])
+def test_an_unknown_option_is_refused(method: str) -> None:
+    """As Python refuses an unknown keyword. An option of another call is refused too."""
+    with FakeServer().client(NAMESPACE) as client:
+        call = getattr(client, method)
+        arguments = {"begin_request": ["r"], "store": [[], []]}.get(method, [[]])
+        with pytest.raises(TypeError, match="unexpected keyword argument 'wiat'"):
+            call(*arguments, wiat=1.0)
+        other = {"prefetch": {"min_hits": 2}, "store": {"wait": 1.0}}.get(method, {})
+        if other:
+            with pytest.raises(InvalidRequest, match=next(iter(other))):
+                call(*arguments, **other)

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
-from typing import Any
+from typing import Any, Unpack
 
-from ... import Client, KeyStatus, KVTierError, Lease, Medium, OffloadPolicy, TierFilter
+from ... import Client, KeyStatus, KVTierError, Lease, LeaseOptions, Medium, OffloadPolicy, TierFilter
 from ..vllm.background import BackgroundThreads, RateLimitedLog
 from ..vllm.request_settings import RequestSettings
 from ..vllm.scheduler.requests import RequestRegistration, server_name
@@ -125,7 +125,7 @@ class TierLookups(RequestCalls):
         for number, params in enumerate(_COMMON_PARAMS if self._client.connected else ()):
             request = RequestRegistration(f"policy-{number}", kv_transfer_params=params)
             try:
-                self.lookup_keys(request, (), 0.0, prefix=True)
+                self.lookup_keys(request, ())
                 self._client.finish_request(request.request_id)
             except KVTierError as error:
                 self._log.warn("policy", f"could not ask for the server's offload policies: {error}")
@@ -282,7 +282,7 @@ class TierLookups(RequestCalls):
             until = time.monotonic() + _PIN_SECONDS
             # The server waits for less than the timeout, so that its answer arrives in time.
             wait = max(0.0, batch.deadline - time.monotonic()) * _WAIT_SHARE
-            lease = self.lookup_keys(batch.request.registration, keys, wait, prefix=batch.prefix)
+            lease = self.lookup_keys(batch.request.registration, keys, wait=wait, prefix=batch.prefix)
             batch.leases += [lease] if lease.id else []
             hits = {
                 key: Pin(lease, item, until) for item, key in enumerate(keys) if lease.statuses[item] == KeyStatus.HIT
@@ -321,10 +321,10 @@ class TierLookups(RequestCalls):
         return present
 
     def lookup_keys(
-        self, request: RequestRegistration, keys: Sequence[bytes], wait: float, *, prefix: bool, min_hits: int = 0
+        self, request: RequestRegistration, keys: Sequence[bytes], **options: Unpack[LeaseOptions]
     ) -> Lease:
         """As in RequestCalls; also records the server's policy for this kind of request."""
-        lease = super().lookup_keys(request, keys, wait, prefix=prefix, min_hits=min_hits)
+        lease = super().lookup_keys(request, keys, **options)
         if lease.policy is not None:
             if len(self._policies) >= _MAX_KINDS:  # users choose the parameters
                 self._policies.clear()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from .... import Client, KeyStatus, KVTierError, Lease, make_key
+from .... import Client, KeyStatus, KVTierError, Lease, LeaseOptions, make_key
 from ....offload import BlockPosition, CacheGeometry, EngineRequest, LookupId, PrefixHit, PresenceQuery, search_hit
 from ..background import BackgroundThreads, RateLimitedLog
 from ..stats import TransferCounters
@@ -232,9 +232,11 @@ class LookupService(RequestCalls):
         ]
         # The server waits for less than the timeout, so that its answer arrives in time.
         wait = max(0.0, lookup.deadline - time.monotonic()) * _WAIT_SHARE
-        # With `min_hits` the server promotes nothing for a hit that is too short.
+        options: LeaseOptions = {"wait": wait, "prefix": prefix}
         least = -(-lookup.request.settings.min_hit_tokens // blocks[0].group.block_tokens) if prefix and first else 0
-        lease = self.lookup_keys(lookup.request, keys, wait, prefix=prefix, min_hits=min(least, len(blocks)))
+        if (least := min(least, len(blocks))) > 1:
+            options["min_hits"] = least  # the server then promotes nothing for a hit that is too short
+        lease = self.lookup_keys(lookup.request, keys, **options)
         lookup.leases.append(lease)
         statuses, sources = lease.statuses, lease.sources
         hits = []

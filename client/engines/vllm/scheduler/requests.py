@@ -7,10 +7,10 @@ import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from .....protos.wire.block_contents import BlockContent, pack_tokens
-from .... import OffloadPolicy, make_hold_key, make_key
+from .... import LeaseOptions, OffloadPolicy, RequestOptions, make_hold_key, make_key
 from ....handoff import HandoffRequest
 from ....offload import CacheGeometry, CacheGroup, FreeBlock
 from ..compat import generate_block_hash_extra_keys, get_block_hash, get_group_id, resolve_block_hashes
@@ -52,13 +52,19 @@ class RequestRegistration:
     ended: bool = False
     pending: int = 0
 
-    def lookup_options(self) -> dict[str, Any]:
-        given = {"exclude": self.settings.tier_filter, "source": self.settings.source}
-        return {name: value for name, value in given.items() if value}
+    def lookup_options(self) -> LeaseOptions:
+        options: LeaseOptions = {}
+        if (exclude := self.settings.tier_filter) is not None:
+            options["exclude"] = exclude
+        if self.settings.source:
+            options["source"] = self.settings.source
+        return options
 
-    def begin_options(self) -> dict[str, Any]:
+    def begin_options(self, lookup: LeaseOptions) -> RequestOptions:
         """Options of the registration. `retain_for` then applies to all calls about the request."""
-        options: dict[str, Any] = {}
+        params = plain_params(self.kv_transfer_params)
+        options = cast("RequestOptions", lookup.copy())
+        options["prompt_tokens"], options["kv_transfer_params"] = self.prompt_tokens, params
         if self.settings.retain_for_s is not None:
             options["retain_for"] = self.settings.retain_for_s
         if self.settings.conversation_id is not None:

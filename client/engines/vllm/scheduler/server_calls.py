@@ -7,13 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Unpack
 
-from .... import Client, InvalidRequest, KVTierError, Lease, LimitExceeded
+from .... import Client, InvalidRequest, KVTierError, Lease, LeaseOptions, LimitExceeded
 from ...failures import Unsupported
 from ..background import BackgroundThreads, RateLimitedLog, logger
 from ..peers import ServerLink
-from .requests import RequestRegistration, plain_params
+from .requests import RequestRegistration
 
 __all__ = ["CacheReset", "RequestCalls"]
 
@@ -105,29 +105,22 @@ class RequestCalls:
     # ---- on background threads
 
     def lookup_keys(
-        self, request: RequestRegistration, keys: Sequence[bytes], wait: float, *, prefix: bool, min_hits: int = 0
+        self, request: RequestRegistration, keys: Sequence[bytes], **options: Unpack[LeaseOptions]
     ) -> Lease:
         """Looks up keys. The first call for a request also registers the request.
 
-        With `prefix`, fewer than `min_hits` leading hits count as misses. Raises KVTierError.
+        Adds the options that the request's settings have. Raises KVTierError.
         """
-        options: dict[str, Any] = request.lookup_options()
-        if min_hits > 1:
-            options["min_hits"] = min_hits
+        options = {**options, **request.lookup_options()}
         with self._lock:
             first, request.registered = not request.registered, True
         if not first:
-            return self._client.lookup(keys, request_id=request.request_id, wait=wait, prefix=prefix, **options)
+            return self._client.lookup(keys, request_id=request.request_id, **options)
         try:
             lease = self._client.begin_request(
                 request.request_id,
                 keys,
-                prompt_tokens=request.prompt_tokens,
-                kv_transfer_params=plain_params(request.kv_transfer_params),
-                wait=wait,
-                prefix=prefix,
-                **options,
-                **request.begin_options(),
+                **request.begin_options(options),
             )
         except KVTierError:
             request.registered = False
@@ -140,7 +133,7 @@ class RequestCalls:
         client = self._client
         try:
             if not request.registered:
-                self.lookup_keys(request, (), 0.0, prefix=True)
+                self.lookup_keys(request, ())
         except KVTierError as error:
             if client is self._client:
                 self.open_circuit(error)

@@ -235,7 +235,9 @@ class FakeClient:
         answer = self.resets.pop() if self.resets else 0
         return answer() if callable(answer) else answer
 
-    def lookup(self, keys: Sequence[bytes], *, request_id: str, wait: float, prefix: bool, **options: Any) -> Any:
+    def lookup(
+        self, keys: Sequence[bytes], *, request_id: str, wait: float = 0.0, prefix: bool = True, **options: Any
+    ) -> Any:
         self.before()
         self.options.append(options)
         self.waits.append(wait)
@@ -257,10 +259,10 @@ class FakeClient:
         request_id: str,
         keys: Sequence[bytes],
         *,
-        prompt_tokens: int,
+        prompt_tokens: int = 0,
         kv_transfer_params: Any,
-        wait: float,
-        prefix: bool,
+        wait: float = 0.0,
+        prefix: bool = True,
         **options: Any,
     ) -> Any:
         assert request_id not in self.begun

@@ -212,5 +212,5 @@ def test_the_table_of_policies_is_bounded(room: TierParts, monkeypatch: pytest.M
     monkeypatch.setattr(tier_lookups, "_MAX_KINDS", 3)
     for number in range(10):
         registration = room.lookups.begin(f"r{number}", {f"name {number}": 1}).registration
-        room.lookups.lookup_keys(registration, (), 0.0, prefix=True)
+        room.lookups.lookup_keys(registration, ())
         assert 1 <= len(room.lookups._policies) <= 3
