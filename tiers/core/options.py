@@ -1,4 +1,4 @@
-"""Options of the core's operations, one frozen object per operation, as a service passes them on."""
+"""Options of the core's operations: one frozen object per operation, which a service makes."""
 
 from __future__ import annotations
 

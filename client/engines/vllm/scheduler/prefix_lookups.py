@@ -235,7 +235,7 @@ class LookupService(RequestCalls):
         options: LeaseOptions = {"wait": wait, "prefix": prefix}
         least = -(-lookup.request.settings.min_hit_tokens // blocks[0].group.block_tokens) if prefix and first else 0
         if (least := min(least, len(blocks))) > 1:
-            options["min_hits"] = least  # the server then promotes nothing for a hit that is too short
+            options["min_hits"] = least  # for a shorter hit the server then promotes nothing
         lease = self.lookup_keys(lookup.request, keys, **options)
         lookup.leases.append(lease)
         statuses, sources = lease.statuses, lease.sources
