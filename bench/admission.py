@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.operations import run_to_end
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.eviction.admission import ADMISSION
 from kvtier.tiers.negotiation import vote
@@ -73,14 +73,14 @@ def replay(trace: Trace, admission: str, cpu_blocks: int, disk_blocks: int) -> t
 def _serve(core: TierManager, session: EngineSession, request_id: str, keys: list[bytes]) -> tuple[int, int]:
     core.begin_request(session, RequestInfo(request_id, session.namespace.id))
     lease = run_to_end(
-        core.lookup(session, keys, LookupOptions(request_id=request_id, lease_seconds=FOREVER), now=0)
+        core.lookup(session, keys, LookupSpec(request_id=request_id, lease_seconds=FOREVER), now=0)
     ).lease
     written = _finish_jobs(core)
     hits = len(keys) if lease is None else (*lease.items, None).index(None)
     hits = 0 if lease is None else hits
     if hits < len(keys):
         answer = run_to_end(
-            core.prepare_store(session, keys[hits:], StoreOptions(request_id=request_id, lease_seconds=FOREVER), now=0)
+            core.prepare_store(session, keys[hits:], StoreSpec(request_id=request_id, lease_seconds=FOREVER), now=0)
         )
         if answer.store_id is not None:
             run_to_end(core.complete_store(session, answer.store_id))

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from kvtier.server.process.gc_tuning import disable_full_gc
 from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.catalog import Catalog
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.operations import run_to_end
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.stats.eviction_history import EvictionHistory
 from kvtier.tiers.types import SLOT_ALIGNMENT, NamespaceSpec
@@ -97,7 +97,7 @@ class _Core:
         request = f"store {self._next}"
         started = time.thread_time()
         answer = run_to_end(
-            self.core.prepare_store(self.session, keys, StoreOptions(request_id=request, lease_seconds=1e9), now=0)
+            self.core.prepare_store(self.session, keys, StoreSpec(request_id=request, lease_seconds=1e9), now=0)
         )
         if answer.store_id is not None:
             run_to_end(self.core.complete_store(self.session, answer.store_id))
@@ -110,7 +110,7 @@ class _Core:
         first = self._random.randrange(max(1, self._next // CHAIN)) * CHAIN
         keys = [key for key in _keys(max(0, min(first, self._next - count)), count) if key in blocks]
         started = time.thread_time()
-        answer = run_to_end(self.core.lookup(self.session, keys, LookupOptions(lease_seconds=1e9), now=0))
+        answer = run_to_end(self.core.lookup(self.session, keys, LookupSpec(lease_seconds=1e9), now=0))
         if answer.lease is not None:
             answer.statuses()
             self.core.release(self.session, answer.lease.id)

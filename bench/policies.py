@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtier.tiers.base import NamespaceId, RequestInfo
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.operations import run_to_end
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.eviction import DEFAULT_POLICY, POLICIES
 from kvtier.tiers.types import SLOT_ALIGNMENT, EngineSession, NamespaceSpec
@@ -77,14 +77,12 @@ class Replay:
         core, session = self.core, self.session
         core.begin_request(session, RequestInfo(request_id, session.namespace.id))
         lease = run_to_end(
-            core.lookup(session, keys, LookupOptions(request_id=request_id, lease_seconds=FOREVER), now=0)
+            core.lookup(session, keys, LookupSpec(request_id=request_id, lease_seconds=FOREVER), now=0)
         ).lease
         hits = len(lease.items) if lease is not None else 0
         if hits < len(keys):
             answer = run_to_end(
-                core.prepare_store(
-                    session, keys[hits:], StoreOptions(request_id=request_id, lease_seconds=FOREVER), now=0
-                )
+                core.prepare_store(session, keys[hits:], StoreSpec(request_id=request_id, lease_seconds=FOREVER), now=0)
             )
             if answer.store_id is not None:
                 run_to_end(core.complete_store(session, answer.store_id))

@@ -13,8 +13,8 @@ import msgspec
 from ...protos.v1 import cache_pb2, cache_pb2_grpc
 from ...protos.wire.packed_keys import pack_offsets
 from ...tiers.base import RequestInfo, TierFilter
+from ...tiers.core.call_specs import LookupSpec, StoreSpec
 from ...tiers.core.leases import BlockLease
-from ...tiers.core.options import LookupOptions, StoreOptions
 from ...tiers.errors import CoreError, LeaseNotFound, StoreNotFound
 from ...tiers.types import EngineSession, KeyStatus, LeaseId, StoreId
 from ..peers.sources import Located, PeerSources
@@ -93,7 +93,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.PrefetchResponse:
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
-        options = LookupOptions(
+        options = LookupSpec(
             request_id=request.request_id,
             tiers=self._tiers(request.exclude),
             retain_for=self._validator.retention(request.retain_for),
@@ -160,7 +160,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
         keys = await self._long_calls.keys(session, self._validator, request.keys)
-        options = StoreOptions(
+        options = StoreSpec(
             request_id=request.request_id,
             lease_seconds=self._validator.leases.default,
             retain_for=self._validator.retention(request.retain_for),
@@ -277,8 +277,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self._core.check_filter(tiers)
         return tiers
 
-    def _lookup_options(self, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest) -> LookupOptions:
-        return LookupOptions(
+    def _lookup_options(self, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest) -> LookupSpec:
+        return LookupSpec(
             prefix=request.mode != cache_pb2.LOOKUP_MODE_EACH,
             request_id=request.request_id,
             tiers=self._tiers(request.exclude),
@@ -290,7 +290,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         )
 
     async def _locate(
-        self, session: EngineSession, keys: Sequence[bytes], options: LookupOptions, source: str, deadline: float
+        self, session: EngineSession, keys: Sequence[bytes], options: LookupSpec, source: str, deadline: float
     ) -> Located:
         """Asks shared tiers, and another server, for blocks that this server does not have."""
         tiers, prefix = options.tiers, options.prefix
@@ -301,7 +301,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self,
         session: EngineSession,
         keys: Sequence[bytes],
-        options: LookupOptions,
+        options: LookupSpec,
         source: str,
         *,
         want_slots: bool = False,

@@ -15,9 +15,9 @@ from ...protos.durations import duration_of
 from ...protos.v1 import conversation_pb2, conversation_pb2_grpc
 from ...protos.wire.packed_keys import count_keys
 from ...tiers.base import NamespaceId, TierFilter
+from ...tiers.core.call_specs import LookupSpec
 from ...tiers.core.conversation_tasks import PIN_SECONDS, ActionCounts, BlockAction, ConversationTask, TierUse
 from ...tiers.core.conversations import Conversation, number_in
-from ...tiers.core.options import LookupOptions
 from ...tiers.types import NAMESPACE_BYTES, NamespaceSpec
 from ..auth.roles import CALLER, Role
 from ..config.tenants import tenant_tag
@@ -193,7 +193,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             try:
                 deadline = self._runtime.now() + _SHARED_TIER_SECONDS
                 await self._long_calls.query_shared_tiers(session, keys, _ALL_TIERS, deadline, prefix=False, own=True)
-                options = LookupOptions(prefix=False, retain_for=seconds)
+                options = LookupSpec(prefix=False, retain_for=seconds)
                 prefetch = self._core.prefetch(session, keys, options, now=self._runtime.now())
                 answer = await self._long_calls.run(None, prefetch)
             finally:

@@ -33,7 +33,7 @@ from kvtier.server.services.cache import CacheService
 from kvtier.server.services.long_calls import LongCalls
 from kvtier.server.services.transfer import TransferService
 from kvtier.tiers.base import NamespaceId, SecondaryTier
-from kvtier.tiers.core.options import StoreOptions
+from kvtier.tiers.core.call_specs import StoreSpec
 from kvtier.tiers.types import DurableStatus, EngineSession, NamespaceSpec, StoreId
 
 __all__ = ["PART", "SPEC", "Calls", "broker_of", "duration", "no_sources", "serving", "transfers_of", "until"]
@@ -79,9 +79,7 @@ class Calls:
 
     def store(self, keys: Sequence[bytes]) -> StoreId:
         """Begins a store, so that the keys are pending."""
-        answer = run_to_end(
-            self.runtime.core.prepare_store(self.session, keys, StoreOptions(lease_seconds=1e12), now=0)
-        )
+        answer = run_to_end(self.runtime.core.prepare_store(self.session, keys, StoreSpec(lease_seconds=1e12), now=0))
         assert answer.store_id is not None
         return answer.store_id
 

@@ -24,7 +24,7 @@ from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.cache import CacheService
 from kvtier.server.services.long_calls import LongCalls
 from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
-from kvtier.tiers.core.options import StoreOptions
+from kvtier.tiers.core.call_specs import StoreSpec
 from kvtier.tiers.negotiation import vote
 from kvtier.tiers.types import EngineSession, NamespaceSpec, StoreStatus
 
@@ -98,9 +98,9 @@ def store_beside_a_finished_job(runtime: TierRuntime, tier: GatedTier) -> Engine
     core = runtime.core
     session = core.open_session(b"s", "e", None, SPEC)
     blocks = REGION // PART // 4  # a tier may not queue more
-    first = run_to_end(core.prepare_store(session, keys(0, 16), StoreOptions(lease_seconds=1e12), now=0))
+    first = run_to_end(core.prepare_store(session, keys(0, 16), StoreSpec(lease_seconds=1e12), now=0))
     run_to_end(core.complete_store(session, first.store_id, range(blocks, 16)))
-    lease = run_to_end(core.prepare_store(session, keys(100, 16 - blocks), StoreOptions(lease_seconds=1e12), now=0))
+    lease = run_to_end(core.prepare_store(session, keys(100, 16 - blocks), StoreSpec(lease_seconds=1e12), now=0))
     assert len(lease.slots) == 16 - blocks, "the rest of the region is being written"
     runtime.run_commands()
     tier.gate.set()
@@ -108,7 +108,7 @@ def store_beside_a_finished_job(runtime: TierRuntime, tier: GatedTier) -> Engine
     deadline = runtime.now() + 60
     while not runtime._finished:
         assert runtime.now() < deadline
-    answer = run_to_end(core.prepare_store(session, keys(200, 1), StoreOptions(lease_seconds=1e12), now=0))
+    answer = run_to_end(core.prepare_store(session, keys(200, 1), StoreSpec(lease_seconds=1e12), now=0))
     assert answer.statuses == bytes([StoreStatus.NO_ROOM]), "the core has not seen the end of the job"
     return session
 
@@ -117,7 +117,7 @@ async def test_finished_jobs_can_be_polled(runtime: TierRuntime, tier: GatedTier
     """B3.20: `get_finished_jobs` polls; blocks of finished jobs are free for the next store."""
     session = store_beside_a_finished_job(runtime, tier)
     runtime.get_finished_jobs()
-    answer = run_to_end(runtime.core.prepare_store(session, keys(200, 1), StoreOptions(lease_seconds=1e12), now=0))
+    answer = run_to_end(runtime.core.prepare_store(session, keys(200, 1), StoreSpec(lease_seconds=1e12), now=0))
     assert answer.statuses == bytes([StoreStatus.GRANTED])
     assert not any(hasattr(thing, "get_finished") for thing in (runtime, runtime.core, tier))
 
@@ -138,7 +138,7 @@ async def store_two_jobs(runtime: TierRuntime, tier: GatedTier) -> None:
     session = runtime.core.open_session(b"s", "e", None, SPEC)
     for first, count in ((0, 1), (1, 3)):
         answer = run_to_end(
-            runtime.core.prepare_store(session, keys(first, count), StoreOptions(lease_seconds=1e12), now=0)
+            runtime.core.prepare_store(session, keys(first, count), StoreSpec(lease_seconds=1e12), now=0)
         )
         run_to_end(runtime.core.complete_store(session, answer.store_id))
         runtime.run_commands()
@@ -207,7 +207,7 @@ async def test_a_failed_slice_does_not_end_a_reset(
     tier.gate.set()
     core, failures = runtime.core, [True, True, True, False]
     session = core.open_session(b"s", "e", None, SPEC)
-    answer = run_to_end(core.prepare_store(session, keys(0, 16), StoreOptions(lease_seconds=1e12), now=0))
+    answer = run_to_end(core.prepare_store(session, keys(0, 16), StoreSpec(lease_seconds=1e12), now=0))
     run_to_end(core.complete_store(session, answer.store_id))
     runtime.run_commands()
     reset_slice, later = core._cpu_tier.reset_slice, asyncio.get_running_loop().call_later

@@ -5,9 +5,9 @@ from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.core.block import Block
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.types import EngineSession, KeyStatus, NamespaceSpec, StoreStatus
 
@@ -53,7 +53,7 @@ class Rig:
         return session
 
     def store(self, names: list[bytes]) -> bytes:
-        answer = run_to_end(self.core.prepare_store(self.session, names, StoreOptions(lease_seconds=60), now=0))
+        answer = run_to_end(self.core.prepare_store(self.session, names, StoreSpec(lease_seconds=60), now=0))
         if answer.store_id is not None:
             run_to_end(self.core.complete_store(self.session, answer.store_id))
         return answer.statuses
@@ -61,7 +61,7 @@ class Rig:
     def look_up(self, names: list[bytes], *, prefix: bool = True) -> bytes:
         """Returns the statuses; the lease is released at once."""
         lease = run_to_end(
-            self.core.lookup(self.session, names, LookupOptions(prefix=prefix, lease_seconds=60), now=0)
+            self.core.lookup(self.session, names, LookupSpec(prefix=prefix, lease_seconds=60), now=0)
         ).lease
         if lease is None:
             return MISS * len(names)

@@ -8,9 +8,9 @@ from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LoadFromTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.eviction.quotas import Tenant, TenantShare
 from kvtier.tiers.types import EngineSession, KeyStatus, NamespaceSpec
@@ -67,7 +67,7 @@ class Rig:
         for start in range(0, len(names), chunk):
             some = names[start : start + chunk]
             answer = run_to_end(
-                self.core.prepare_store(session, some, StoreOptions(lease_seconds=1e9, retain_for=retain_for), now=0)
+                self.core.prepare_store(session, some, StoreSpec(lease_seconds=1e9, retain_for=retain_for), now=0)
             )
             not_retained += answer.not_retained
             if answer.store_id is not None:
@@ -81,7 +81,7 @@ class Rig:
             self.core.lookup(
                 self.session(spec(tenant)),
                 keys(numbers),
-                LookupOptions(prefix=False, lease_seconds=1e9, retain_for=retain_for),
+                LookupSpec(prefix=False, lease_seconds=1e9, retain_for=retain_for),
                 now=0,
             )
         )

@@ -10,8 +10,8 @@ from ..errors import InvalidItem, LimitExceeded, NotOwner, StoreNotFound
 from ..types import EngineKey, EngineSession, Owner, StoreAnswer, StoreId, tenant_of
 from .block import Block
 from .byte_ranges import MAX_GAPS, ByteRanges
+from .call_specs import StoreSpec
 from .cpu_tier import CpuTier
-from .options import StoreOptions
 from .requests import Request
 from .shares import count_bytes
 
@@ -95,7 +95,7 @@ class Preparation:
     session: EngineSession
     owner: Owner
     keys: Sequence[bytes]
-    options: StoreOptions
+    spec: StoreSpec
     retain_until: float
     slice_keys: int = STORE_SLICE
     store: Store | None = None

@@ -16,10 +16,10 @@ from ..base import NamespaceId
 from ..errors import InvalidItem, LeaseNotFound, NotOwner, NotReady
 from ..types import EngineKey, EngineSession, KeyStatus, LeaseId, MissReason, Owner, tenant_of
 from .block import Block
+from .call_specs import LookupSpec
 from .commands import Waiter
 from .conversations import Conversation
 from .cpu_tier import CpuTier
-from .options import LookupOptions
 from .prefetches import PrefetchProgress
 from .shares import count_bytes
 
@@ -180,7 +180,7 @@ class RunningLookup:
     session: EngineSession
     owner: Owner
     keys: Sequence[bytes]
-    options: LookupOptions
+    spec: LookupSpec
     excluded: Collection[int]
     retain_until: float
     """End of the retention of the hits, in seconds of the core's clock; 0 for none."""

@@ -13,13 +13,13 @@ from ..stats.miss_ratio_curve import MissRatioCurves
 from ..stats.request_log import LookupRecord, OutcomeRun, RequestLog, below_threshold, limit_runs, outcome_runs
 from ..types import EngineSession, MissReason, NamespaceSpec, Owner
 from .block import Block
+from .call_specs import LookupSpec
 from .commands import Command, EndReaders
 from .conversations import Conversation, ConversationTable
 from .cpu_tier import CpuTier
 from .leases import LOOKUP_SLICE, BlockLease, LeaseTable, LookupAnswer, RunningLookup
 from .miss_explainer import LookupMatch, MissExplainer
 from .operations import Operation
-from .options import LookupOptions
 from .placement import Placement
 from .prefetches import PrefetchAnswer, PrefetchProgress
 from .room_queue import RoomQueue
@@ -85,16 +85,16 @@ class LookupHandler:
         self,
         session: EngineSession,
         keys: Sequence[bytes],
-        options: LookupOptions,
+        spec: LookupSpec,
         retain_until: float,
         *,
         conversation: Conversation | None = None,
         slice_keys: int = LOOKUP_SLICE,
     ) -> RunningLookup:
         """Checks and returns a lookup, which `run` performs. Raises InvalidItem, LimitExceeded."""
-        excluded = self._residency.excluded(options.tiers)
+        excluded = self._residency.excluded(spec.tiers)
         self.check_room(session, len(keys))
-        owner = Owner(session.engine, session.id, options.request_id, options.grant_id)
+        owner = Owner(session.engine, session.id, spec.request_id, spec.grant_id)
         self.leases.check_grant(session, owner)
         if conversation is not None:
             retain_until = max(retain_until, conversation.retain_until)
@@ -102,7 +102,7 @@ class LookupHandler:
             session,
             owner,
             keys,
-            options,
+            spec,
             excluded,
             retain_until,
             slice_keys,
@@ -117,7 +117,7 @@ class LookupHandler:
         LimitExceeded, or InvalidItem if the client has withdrawn the lookup.
         """
         try:
-            lookup.may_wait = lookup.options.deadline > now
+            lookup.may_wait = lookup.spec.deadline > now
             if lookup.may_wait and self.must_queue(lookup):
                 now = yield from self.room.wait(lookup, now)
             if len(lookup.keys) > lookup.slice_keys:
@@ -171,7 +171,7 @@ class LookupHandler:
             self._record(lookup, now, runs, first_miss)
             if lookup.prefetch is None:
                 lookup.uncounted.append((keys, runs))
-            if not self._residency.has_shared_tiers and not (lookup.options.prefix and lookup.options.min_hits):
+            if not self._residency.has_shared_tiers and not (lookup.spec.prefix and lookup.spec.min_hits):
                 lookup.count_references(self._miss_ratio_curves)
         self._residency.send_queries()
         lookup.not_retained += self._record_use(match, lookup.user, lookup.retain_until)
@@ -205,8 +205,8 @@ class LookupHandler:
             self._cpu_tier.finish(lookup)
             self._transfers.request_finished(lookup)
         lease = lookup.lease
-        options = lookup.options
-        if lease is not None and options.prefix and not lookup.retries and lease.found < options.min_hits:
+        spec = lookup.spec
+        if lease is not None and spec.prefix and not lookup.retries and lease.found < spec.min_hits:
             self._take_back_hits(lookup, lease)
             self.abandon(lookup)
 
@@ -238,9 +238,9 @@ class LookupHandler:
 
         So no promotion starts if there are too few leading hits.
         """
-        options = lookup.options
-        wanted = min(options.min_hits, len(lookup.keys))
-        if not options.prefix or wanted <= most or lookup.counted >= wanted or lookup.is_short:
+        spec = lookup.spec
+        wanted = min(spec.min_hits, len(lookup.keys))
+        if not spec.prefix or wanted <= most or lookup.counted >= wanted or lookup.is_short:
             return False
         namespace = lookup.session.namespace.id
         blocks = self._cpu_tier.blocks_of(namespace)
@@ -256,7 +256,7 @@ class LookupHandler:
             if presence is not Presence.HELD:
                 lookup.is_short = True
                 return True
-        lookup.is_short = len(lookup.keys) < options.min_hits and lookup.counted == wanted
+        lookup.is_short = len(lookup.keys) < spec.min_hits and lookup.counted == wanted
         return True
 
     def end(self, leases: Iterable[BlockLease]) -> None:
@@ -303,11 +303,11 @@ class LookupHandler:
         Returns the keys that it has looked up: if the lookup waits for room, those before the first
         block without room.
         """
-        options = lookup.options
-        self._match(lookup.session.namespace, keys, lookup.excluded, match, prefix=options.prefix)
-        if options.prefix and not match.retries and not match.deferred:
+        spec = lookup.spec
+        self._match(lookup.session.namespace, keys, lookup.excluded, match, prefix=spec.prefix)
+        if spec.prefix and not match.retries and not match.deferred:
             found = lookup.position + len(match.items)
-            if lookup.is_short or (found < options.min_hits and not lookup.counted):
+            if lookup.is_short or (found < spec.min_hits and not lookup.counted):
                 self._discard_hits(match)
         self._placement.place(lookup, match)
         if not lookup.lacks_room:
@@ -403,7 +403,7 @@ class LookupHandler:
             self._cpu_tier.unpin(list(filter(None, match.items)))
             self._cpu_tier.has_more_room = had_room  # these blocks could be evicted before
             return
-        lease, expires_at = lookup.lease, now + lookup.options.lease_seconds
+        lease, expires_at = lookup.lease, now + lookup.spec.lease_seconds
         if lease is None and any(match.items):
             earlier, sources = [None] * lookup.position, bytes(lookup.position)
             lease = lookup.lease = self.leases.grant(

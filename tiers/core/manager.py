@@ -15,11 +15,11 @@ from ..errors import InvalidNamespace, UnknownSession
 from ..stats.request_log import RequestRecord
 from ..types import EngineSession, JobId, LeaseId, NamespaceSpec, Negotiation, Owner, StoreAnswer, StoreId
 from .bulk_eviction import EvictionRequest, EvictionTask
+from .call_specs import LookupSpec, StoreSpec
 from .commands import Command, LeaseSettled
 from .in_flight_stores import STORE_SLICE, Preparation, Store
 from .leases import LOOKUP_SLICE, BlockLease, LookupAnswer
 from .operations import Operation
-from .options import LookupOptions, StoreOptions
 from .parts import CoreParts
 from .prefetches import PrefetchAnswer
 from .requests import Request
@@ -119,7 +119,7 @@ class TierManager(CoreParts):
         self,
         session: EngineSession,
         keys: Sequence[bytes],
-        options: LookupOptions,
+        spec: LookupSpec,
         *,
         now: float,
         slice_keys: int = LOOKUP_SLICE,
@@ -129,10 +129,10 @@ class TierManager(CoreParts):
         If there is no room for a promotion, the lookup waits until its deadline. Raises
         LimitExceeded if the session has too many leases, InvalidItem for an unknown tier.
         """
-        conversation = self._requests.conversation_of(session, options.request_id)
-        retain_until = self._requests.retain_until(session, options, now)
+        conversation = self._requests.conversation_of(session, spec.request_id)
+        retain_until = self._requests.retain_until(session, spec, now)
         lookup = self._lookups.begin(
-            session, keys, options, retain_until, conversation=conversation, slice_keys=slice_keys
+            session, keys, spec, retain_until, conversation=conversation, slice_keys=slice_keys
         )
         return self._lookups.run(lookup, now)
 
@@ -140,14 +140,14 @@ class TierManager(CoreParts):
         self,
         session: EngineSession,
         keys: Sequence[bytes],
-        options: LookupOptions,
+        spec: LookupSpec,
         *,
         now: float,
         slice_keys: int = LOOKUP_SLICE,
     ) -> Operation[PrefetchAnswer]:
         """Starts promotions, without a lease. Raises like `lookup`."""
-        retain_until = self._requests.retain_until(session, options, now)
-        lookup = self._lookups.begin(session, keys, options, retain_until, slice_keys=slice_keys)
+        retain_until = self._requests.retain_until(session, spec, now)
+        lookup = self._lookups.begin(session, keys, spec, retain_until, slice_keys=slice_keys)
         return self._lookups.run_prefetch(lookup, now)
 
     def check_filter(self, tiers: TierFilter) -> None:
@@ -170,15 +170,15 @@ class TierManager(CoreParts):
         self,
         session: EngineSession,
         keys: Sequence[bytes],
-        options: StoreOptions,
+        spec: StoreSpec,
         *,
         now: float,
         slice_keys: int = STORE_SLICE,
     ) -> Operation[StoreAnswer]:
         """Grants slots for the missing parts of this session's rank. See `StoreHandler.prepare`."""
-        owner = Owner(session.engine, session.id, options.request_id, options.grant_id)
-        retain_until = self._requests.retain_until(session, options, now)
-        preparation = Preparation(session, owner, keys, options, retain_until, slice_keys)
+        owner = Owner(session.engine, session.id, spec.request_id, spec.grant_id)
+        retain_until = self._requests.retain_until(session, spec, now)
+        preparation = Preparation(session, owner, keys, spec, retain_until, slice_keys)
         return self._stores.prepare(preparation, now)
 
     def complete_store(

@@ -86,7 +86,7 @@ class MissExplainer:
             return outcome_runs(outcomes), None
         outcomes += [None] * (len(keys) - len(outcomes))
         default = lookup.rest or self._default_reason(lookup, keys, match, missed)
-        if lookup.options.prefix and not (lookup.is_short and len(match.items) == len(keys)):
+        if lookup.spec.prefix and not (lookup.is_short and len(match.items) == len(keys)):
             lookup.rest = default if len(match.items) < len(keys) else match.reasons[missed[0]]
         namespace = lookup.session.namespace.id
         known = self._history.reasons_for(namespace, (keys[n] for n in missed), default)
@@ -99,7 +99,7 @@ class MissExplainer:
     ) -> MissReason:
         """Returns the reason for misses that neither `match` nor the eviction history explains."""
         broken_at = len(match.items)
-        if lookup.options.prefix and broken_at < len(keys):
+        if lookup.spec.prefix and broken_at < len(keys):
             return match.reasons.get(broken_at) or self._miss_reason(lookup.session, keys[broken_at])
         unexplained = next((n for n in missed if n not in match.reasons), None)
         why = None if unexplained is None else self._miss_reason(lookup.session, keys[unexplained])

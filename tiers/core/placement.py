@@ -60,7 +60,7 @@ class Placement:
                 continue
             if self._residency.peek(namespace, key, lookup.excluded) is Presence.HELD:
                 return True
-            if lookup.options.prefix:
+            if lookup.spec.prefix:
                 return False
         return False
 
@@ -83,7 +83,7 @@ class Placement:
         if not match.promotions and limit is None:
             return 0, True
         had_room = self._cpu_tier.has_more_room
-        is_prefetch, stops = lookup.prefetch is not None, lookup.options.prefix or lookup.may_wait
+        is_prefetch, stops = lookup.prefetch is not None, lookup.spec.prefix or lookup.may_wait
         fitting = [block for position, _, block in match.promotions if limit is None or position < limit]
         wanted = fitting if self._room.may_take(lookup.session.namespace.id, lookup.waiter) else []
         self._cpu_tier.reserve(self.prefetches.admitted(wanted) if is_prefetch else wanted)
@@ -103,7 +103,7 @@ class Placement:
                 self._truncate(match, first)
                 lookup.lacks_room, lookup.is_over_budget = True, first == limit
             else:
-                self._drop_unplaced(match, failed, first if lookup.options.prefix else limit)
+                self._drop_unplaced(match, failed, first if lookup.spec.prefix else limit)
             # The blocks that this lookup drops make no room for the waiting lookups.
             self._cpu_tier.has_more_room = had_room
         self._transfers.promote(started, lookup.user)

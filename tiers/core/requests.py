@@ -15,8 +15,8 @@ from ..base import OffloadPolicy, RequestInfo, SecondaryTier
 from ..errors import LimitExceeded
 from ..types import EngineKey, EngineSession, Negotiation
 from .block import Block
+from .call_specs import StoreSpec
 from .conversations import Conversation
-from .options import StoreOptions
 
 __all__ = ["MAX_REQUESTS", "Request", "RequestTable"]
 
@@ -82,13 +82,13 @@ class RequestTable:
     def get(self, engine: EngineKey, request_id: str) -> Request | None:
         return self._requests.get((engine, request_id))
 
-    def retain_until(self, session: EngineSession, options: StoreOptions, now: float) -> float:
-        """Returns the end of the retention that the options ask for, or else the begun request.
+    def retain_until(self, session: EngineSession, spec: StoreSpec, now: float) -> float:
+        """Returns the end of the retention that a call asks for, or else its begun request.
 
         Returns 0 for no retention.
         """
-        seconds = options.retain_for
-        if not seconds and (request := self._requests.get((session.engine, options.request_id))) is not None:
+        seconds = spec.retain_for
+        if not seconds and (request := self._requests.get((session.engine, spec.request_id))) is not None:
             seconds = request.retain_for
         return now + seconds if seconds else 0.0
 

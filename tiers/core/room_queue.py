@@ -59,7 +59,7 @@ class RoomQueue:
         After its deadline, or if its tenant has too many waiting lookups, it may not wait again.
         """
         if lookup.waiter is None:
-            lookup.waiter = self.enter(lookup.session, now, lookup.options.deadline)
+            lookup.waiter = self.enter(lookup.session, now, lookup.spec.deadline)
         waiter = lookup.waiter
         if waiter is not None and lookup.is_over_budget:
             self.yield_turn(waiter)

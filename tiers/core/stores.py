@@ -85,7 +85,7 @@ class StoreHandler:
         Until the last slice the store also pins blocks that need no slot, as far as the tenant may.
         """
         session, owner, store = preparation.session, preparation.owner, preparation.store
-        rank, expires_at = session.own_rank(), now + preparation.options.lease_seconds
+        rank, expires_at = session.own_rank(), now + preparation.spec.lease_seconds
         session.check_wanted(owner.grant_id)
         self.table.check(store, owner)
         blocks = self._cpu_tier.find_or_add(session.namespace, keys)

@@ -16,8 +16,8 @@ from kvtier.server.events import watch as watch_module
 from kvtier.server.events.watch import EventWatch, WatchPhase, WatchStep
 from kvtier.server.runtime import TierRuntime
 from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.core.call_specs import StoreSpec
 from kvtier.tiers.core.event_log import KEEP_SECONDS, EventKind, event_scope
-from kvtier.tiers.core.options import StoreOptions
 from kvtier.tiers.types import NamespaceSpec
 
 SPEC = NamespaceSpec(NamespaceId(b"n" * 32), world_size=1, part_bytes=(4096,))
@@ -38,7 +38,7 @@ async def runtime() -> AsyncIterator[TierRuntime]:
 
 def store(runtime: TierRuntime, keys: list[bytes]) -> None:
     session = runtime.core.open_session(b"s", "e", None, SPEC)
-    answer = run_to_end(runtime.core.prepare_store(session, keys, StoreOptions(lease_seconds=1e12), now=0))
+    answer = run_to_end(runtime.core.prepare_store(session, keys, StoreSpec(lease_seconds=1e12), now=0))
     assert answer.store_id is not None
     run_to_end(runtime.core.complete_store(session, answer.store_id))
     runtime.run_commands()

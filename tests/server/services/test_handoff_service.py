@@ -24,7 +24,7 @@ from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.handoff import HandoffService
 from kvtier.server.services.long_calls import LongCalls
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.core.options import StoreOptions
+from kvtier.tiers.core.call_specs import StoreSpec
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, UnknownSession
 from kvtier.tiers.stats.request_log import ClaimOutcome
 from kvtier.tiers.types import EngineSession, KeyStatus, NamespaceSpec, StoreStatus
@@ -76,9 +76,7 @@ class Engine:
         return answer
 
     def store(self, names: list[bytes]) -> None:
-        answer = run_to_end(
-            self.runtime.core.prepare_store(self.session, names, StoreOptions(lease_seconds=1e12), now=0)
-        )
+        answer = run_to_end(self.runtime.core.prepare_store(self.session, names, StoreSpec(lease_seconds=1e12), now=0))
         assert set(answer.statuses) == {StoreStatus.GRANTED}
         run_to_end(self.runtime.core.complete_store(self.session, answer.store_id))
 

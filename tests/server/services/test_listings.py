@@ -20,7 +20,7 @@ from kvtier.server.services.admin import AdminService
 from kvtier.server.services.admin_messages import build_status
 from kvtier.server.telemetry.loop_lag import LoopLag
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.types import HandoffDirection, NamespaceSpec
 
 SPEC = NamespaceSpec(NamespaceId(b"n" * 32), world_size=1, part_bytes=(4096,))
@@ -36,11 +36,11 @@ async def service() -> AsyncIterator[Any]:
     await async_wait_until(lambda: runtime.core.stats().tiers[0].available_bytes == 64 << 10)
     core = runtime.core
     session = core.open_session(b"s", "e", None, SPEC)
-    answer = run_to_end(core.prepare_store(session, KEYS, StoreOptions(lease_seconds=1e12), now=0))
+    answer = run_to_end(core.prepare_store(session, KEYS, StoreSpec(lease_seconds=1e12), now=0))
     assert answer.store_id is not None
     run_to_end(core.complete_store(session, answer.store_id))
     for number in range(COUNT):
-        run_to_end(core.lookup(session, KEYS, LookupOptions(lease_seconds=1e12), now=0))
+        run_to_end(core.lookup(session, KEYS, LookupSpec(lease_seconds=1e12), now=0))
         core.handoffs.publish(
             session,
             f"r{number}",

@@ -21,7 +21,7 @@ from kvtier.server.refused import Refused
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services import long_calls
 from kvtier.tiers.base import NamespaceId, TierFilter
-from kvtier.tiers.core.options import LookupOptions
+from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.secondary import Presence
 from kvtier.tiers.errors import InvalidItem, InvalidKey, StoreNotFound
 from kvtier.tiers.types import (
@@ -296,7 +296,7 @@ def test_stores_run_in_slices() -> None:
             complete = asyncio.create_task(calls.complete(answer.store_id, failed))
             assert await turns_of(complete) > MANY // 512
             found = run_to_end(
-                calls.runtime.core.lookup(calls.session, KEYS, LookupOptions(prefix=False, lease_seconds=1e12), now=0)
+                calls.runtime.core.lookup(calls.session, KEYS, LookupSpec(prefix=False, lease_seconds=1e12), now=0)
             )
             missed = [number for number, status in enumerate(found.statuses()) if status != KeyStatus.HIT]
             assert missed == [300, MANY - 1]
@@ -392,7 +392,7 @@ def test_a_store_does_not_expire_during_its_completion() -> None:
             calls.runtime.core.tick(calls.runtime.now() + 1e6)
             await complete
             found = run_to_end(
-                calls.runtime.core.lookup(calls.session, KEYS, LookupOptions(prefix=False, lease_seconds=1e12), now=0)
+                calls.runtime.core.lookup(calls.session, KEYS, LookupSpec(prefix=False, lease_seconds=1e12), now=0)
             )
             assert set(found.statuses()) == {KeyStatus.HIT}
 

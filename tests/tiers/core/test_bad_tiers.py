@@ -7,10 +7,10 @@ from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import Command, LoadFromTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.errors import InvalidItem, NotReady
 from kvtier.tiers.stats.snapshots import TierStats
 from kvtier.tiers.types import DurableStatus, JobId, KeyStatus, MissReason, NamespaceSpec, StoreStatus
@@ -43,13 +43,11 @@ class Rig:
 
     def look_up(self, *numbers: int) -> BlockLease | None:
         return run_to_end(
-            self.core.lookup(self.session, keys(*numbers), LookupOptions(prefix=False, lease_seconds=60), now=0)
+            self.core.lookup(self.session, keys(*numbers), LookupSpec(prefix=False, lease_seconds=60), now=0)
         ).lease
 
     def store(self, *numbers: int) -> bytes:
-        answer = run_to_end(
-            self.core.prepare_store(self.session, keys(*numbers), StoreOptions(lease_seconds=60), now=0)
-        )
+        answer = run_to_end(self.core.prepare_store(self.session, keys(*numbers), StoreSpec(lease_seconds=60), now=0))
         if answer.store_id is not None:
             run_to_end(self.core.complete_store(self.session, answer.store_id))
         return answer.statuses
@@ -195,7 +193,7 @@ def test_the_queue_of_a_hanging_tier_is_dropped() -> None:
     rig.store(100)
     running = rig.jobs()
     answer = run_to_end(
-        rig.core.prepare_store(rig.session, keys(101, 102), StoreOptions(request_id="r", lease_seconds=60), now=0)
+        rig.core.prepare_store(rig.session, keys(101, 102), StoreSpec(request_id="r", lease_seconds=60), now=0)
     )
     run_to_end(rig.core.complete_store(rig.session, answer.store_id))
     before = rig.stats.used_bytes

@@ -9,9 +9,9 @@ from simulation import ModelTier
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.block_contents import BlockContents
 from kvtier.tiers.core.bulk_eviction import EvictionRequest
+from kvtier.tiers.core.call_specs import StoreSpec
 from kvtier.tiers.core.event_replay import EventReplay
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.options import StoreOptions
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.types import TENANT_TAG_BYTES
 
@@ -64,15 +64,13 @@ def test_a_store_that_fails_leaves_no_content() -> None:
     """B6.9 The client aborts, or is lost, or gets no room."""
     rig = DescribingRig()
     rig.describe(keys(0, 1, 2))
-    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0, 1, 2), StoreOptions(lease_seconds=60), now=0))
+    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0, 1, 2), StoreSpec(lease_seconds=60), now=0))
     assert answer.store_id is not None
     run_to_end(rig.core.complete_store(rig.session, answer.store_id, {1}))
     assert rig.described == keys(0, 2)
     room = [*range(100)]
     rig.describe(keys(*room))
-    statuses = run_to_end(
-        rig.core.prepare_store(rig.session, keys(*room), StoreOptions(lease_seconds=60), now=0)
-    ).statuses
+    statuses = run_to_end(rig.core.prepare_store(rig.session, keys(*room), StoreSpec(lease_seconds=60), now=0)).statuses
     refused = [number for number in room if statuses[number] == 4]
     assert refused
     assert rig.described == keys(*[number for number in room if number not in refused])

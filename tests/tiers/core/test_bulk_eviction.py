@@ -10,8 +10,8 @@ from simulation import EXTENT, ModelTier
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core import bulk_eviction
 from kvtier.tiers.core.bulk_eviction import EvictionRequest, EvictionTask
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import ContinueWork, RemoveFromTier
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.types import MissReason, NamespaceSpec
 
 SLOT = 4096
@@ -77,8 +77,8 @@ def test_a_secondary_tier_removes_evicted_blocks() -> None:
 def test_pinned_blocks_stay() -> None:
     """Leases, running stores and jobs of a tier keep their blocks; they are counted as kept."""
     rig = stocked(1, 2, 3)
-    lease = run_to_end(rig.core.lookup(rig.session, keys(1), LookupOptions(lease_seconds=60), now=0)).lease
-    being_written = run_to_end(rig.core.prepare_store(rig.session, keys(9), StoreOptions(lease_seconds=60), now=0))
+    lease = run_to_end(rig.core.lookup(rig.session, keys(1), LookupSpec(lease_seconds=60), now=0)).lease
+    being_written = run_to_end(rig.core.prepare_store(rig.session, keys(9), StoreSpec(lease_seconds=60), now=0))
     [cpu] = run(rig, EvictionRequest([CPU], retained=True)).tiers
     assert (cpu.blocks, cpu.kept_blocks, cpu.kept_nbytes) == (2, 2, 2 * SLOT)
     assert lease.statuses() == HIT
@@ -99,7 +99,7 @@ def test_a_block_of_a_running_promotion_stays_in_both_tiers() -> None:
     """Until the job ends."""
     rig = stocked(1, 2, tier=ModelTier("near", 1 << 20))
     run(rig, EvictionRequest([CPU]))
-    lease = run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(lease_seconds=60), now=0)).lease
+    lease = run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=60), now=0)).lease
     assert figures(run(rig, EvictionRequest([CPU, BELOW]))) == [(0, 1), (1, 1)]
     rig.finish_jobs()
     assert lease.statuses() == HIT
@@ -109,7 +109,7 @@ def test_retained_blocks_need_an_explicit_flag() -> None:
     """An operator can override the retention of a request."""
     rig = Rig()
     answer = run_to_end(
-        rig.core.prepare_store(rig.session, keys(0), StoreOptions(lease_seconds=60, retain_for=1000), now=0)
+        rig.core.prepare_store(rig.session, keys(0), StoreSpec(lease_seconds=60, retain_for=1000), now=0)
     )
     run_to_end(rig.core.complete_store(rig.session, answer.store_id))
     rig.store(keys(1))
@@ -122,7 +122,7 @@ def test_one_namespace_or_tenant_can_be_selected() -> None:
     """Others keep their blocks."""
     rig = stocked(1, 2)
     other = rig.open("other", OTHER)
-    store = run_to_end(rig.core.prepare_store(other, keys(0, 1, 2), StoreOptions(lease_seconds=60), now=0))
+    store = run_to_end(rig.core.prepare_store(other, keys(0, 1, 2), StoreSpec(lease_seconds=60), now=0))
     run_to_end(rig.core.complete_store(other, store.store_id))
     assert figures(run(rig, EvictionRequest([CPU], namespace=OTHER.id, dry_run=True))) == [(3, 0)]
     assert figures(run(rig, EvictionRequest([CPU], tenant_tag=OTHER.id[:16]))) == [(3, 0)]
@@ -169,7 +169,7 @@ def test_recently_used_blocks_stay(tier: int) -> None:
 def test_pinned_blocks_do_not_count_as_evicted() -> None:
     """The oldest is pinned, so younger blocks make up the bytes."""
     rig = stocked(10, 20, 30)
-    assert run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(lease_seconds=60), now=0)).lease is not None
+    assert run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=60), now=0)).lease is not None
     rig.core._cpu_tier.find_or_add(rig.session.namespace, keys(0))[0].last_use = 0  # makes it the oldest
     cleared = run(rig, EvictionRequest([CPU], max_bytes=SLOT))
     assert figures(cleared) == [(1, 1)]
@@ -258,7 +258,7 @@ def test_a_large_eviction_runs_in_slices(monkeypatch: pytest.MonkeyPatch) -> Non
         before = used(rig)[0]
         left.append(before)
         if len(left) == 1:
-            lease = run_to_end(rig.core.lookup(rig.session, names[:1], LookupOptions(lease_seconds=60), now=0)).lease
+            lease = run_to_end(rig.core.lookup(rig.session, names[:1], LookupSpec(lease_seconds=60), now=0)).lease
             assert lease is not None
             rig.store(keys(900))
     assert len(left) >= len(names) / 10

@@ -8,8 +8,8 @@ from harness.operations import run_to_end
 from hold_rig import NO_STATUS, HoldRig
 
 from kvtier.tiers.core.block import Block
+from kvtier.tiers.core.call_specs import StoreSpec
 from kvtier.tiers.core.holds import HoldClaim
-from kvtier.tiers.core.options import StoreOptions
 from kvtier.tiers.errors import HoldNotFound
 from kvtier.tiers.stats.request_log import LookupRecord
 
@@ -25,9 +25,7 @@ def new_rig() -> HoldRig:
     rig = HoldRig(extents=4)
     rig.store(keys(*range(8)))
     rig.publish(NAMES)
-    store = run_to_end(
-        rig.core.prepare_store(rig.session, keys(20, 21), StoreOptions(lease_seconds=FAR), now=0)
-    ).store_id
+    store = run_to_end(rig.core.prepare_store(rig.session, keys(20, 21), StoreSpec(lease_seconds=FAR), now=0)).store_id
     rig.core.close_session(rig.session.id)
     rig.session = rig.open("engine")
     assert store is not None

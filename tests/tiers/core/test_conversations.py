@@ -8,9 +8,9 @@ from simulation import EXTENT, ModelTier
 from tenants import PAGE, Rig, keys, spec, tenant
 
 from kvtier.tiers.base import RequestInfo
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.conversation_tasks import ActionCounts, BlockAction, ConversationTask, TierUse
 from kvtier.tiers.core.conversations import Conversation
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.errors import RetentionFull
 
 LIMITS = "kvtier.tiers.core.conversations.MAX_"
@@ -30,7 +30,7 @@ def store(rig: Rig, name: str, numbers: range, *, owner: str = "alice") -> Conve
     """Stores blocks in a request of a conversation."""
     conversation, session = begin(rig, name, owner=owner), rig.session(spec(owner))
     answer = run_to_end(
-        rig.core.prepare_store(session, keys(numbers), StoreOptions(request_id="r", lease_seconds=1e9), now=0)
+        rig.core.prepare_store(session, keys(numbers), StoreSpec(request_id="r", lease_seconds=1e9), now=0)
     )
     if answer.store_id is not None:
         run_to_end(rig.core.complete_store(session, answer.store_id))
@@ -62,7 +62,7 @@ def test_it_has_the_keys_that_requests_look_up_and_store() -> None:
     for prefix in (True, False):
         run_to_end(
             rig.core.lookup(
-                session, keys([0, 1, 90]), LookupOptions(prefix=prefix, request_id="r", lease_seconds=1e9), now=0
+                session, keys([0, 1, 90]), LookupSpec(prefix=prefix, request_id="r", lease_seconds=1e9), now=0
             )
         )
     assert list(conversation.latest) == keys([0, 1, 90])
@@ -181,7 +181,7 @@ def test_demoted_blocks_may_be_pinned() -> None:
     rig = disk_rig()
     conversation = store(rig, "c", range(32))
     lease = run_to_end(
-        rig.core.lookup(rig.session(spec("alice")), keys(range(32)), LookupOptions(lease_seconds=1e9), now=0)
+        rig.core.lookup(rig.session(spec("alice")), keys(range(32)), LookupSpec(lease_seconds=1e9), now=0)
     )
     work(rig, rig.core.conversations.act(BlockAction.DEMOTE, [conversation]))
     flood(rig)
@@ -204,7 +204,7 @@ def test_a_leased_block_is_not_deleted() -> None:
     """It stays in the conversation, so that a second deletion finds it."""
     rig = disk_rig()
     conversation, session = store(rig, "c", range(4)), rig.session(spec("alice"))
-    lease = run_to_end(rig.core.lookup(session, keys([0]), LookupOptions(lease_seconds=1e9), now=0)).lease
+    lease = run_to_end(rig.core.lookup(session, keys([0]), LookupSpec(lease_seconds=1e9), now=0)).lease
     assert lease is not None
     delete = BlockAction.DELETE
     assert work(rig, rig.core.conversations.act(delete, [conversation])) == ActionCounts(changed=3, kept=1)

@@ -8,11 +8,11 @@ from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import ContinueWork, LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.core.leases import LEASE_COST, PENDING_COST
 from kvtier.tiers.core.lookups import MAX_LEASED_ITEMS
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.errors import (
     InvalidItem,
     InvalidKey,
@@ -83,7 +83,7 @@ def test_a_pinned_block_is_never_evicted() -> None:
     rig = Rig()
     rig.store(keys(*range(16)))
     lease = run_to_end(
-        rig.core.lookup(rig.session, keys(*range(16)), LookupOptions(request_id="r", lease_seconds=60), now=0)
+        rig.core.lookup(rig.session, keys(*range(16)), LookupSpec(request_id="r", lease_seconds=60), now=0)
     ).lease
     assert rig.store(keys(100, 101)) == NO_ROOM * 2
     assert lease.statuses() == HIT * 16
@@ -104,9 +104,7 @@ def test_size_classes_share_the_region() -> None:
 def test_pinned_blocks_keep_the_extent_of_their_class() -> None:
     rig = Rig(extents=1)
     rig.store(keys(0))
-    lease = run_to_end(
-        rig.core.lookup(rig.session, keys(0), LookupOptions(request_id="r", lease_seconds=60), now=0)
-    ).lease
+    lease = run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(request_id="r", lease_seconds=60), now=0)).lease
     assert lease is not None
     assert rig.store(keys(0, group=1)) == NO_ROOM
 
@@ -115,7 +113,7 @@ def test_a_pinned_extent_does_not_block_other_extents() -> None:
     """The oldest block is pinned or in quarantine; its extent stays, and another one is freed."""
     rig = Rig(extents=4)
     rig.store(keys(*range(64)))
-    pinned = run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(lease_seconds=60), now=0)).lease
+    pinned = run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=60), now=0)).lease
     assert pinned is not None
     rig.store(keys(*range(1, 64)))
     assert rig.store(keys(*range(12), group=1)) == GRANTED * 12
@@ -139,11 +137,11 @@ def test_leases_of_one_session_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
     rig = Rig()
     rig.store(keys(0, 1))
     leases = [
-        run_to_end(rig.core.lookup(rig.session, keys(0, 1), LookupOptions(lease_seconds=60), now=0)).lease
+        run_to_end(rig.core.lookup(rig.session, keys(0, 1), LookupSpec(lease_seconds=60), now=0)).lease
         for _ in range(2)
     ]
     with pytest.raises(LimitExceeded):
-        run_to_end(rig.core.lookup(rig.session, keys(0, 1), LookupOptions(lease_seconds=60), now=0))
+        run_to_end(rig.core.lookup(rig.session, keys(0, 1), LookupSpec(lease_seconds=60), now=0))
     rig.core.release(rig.session, leases[0].id)
     assert rig.look_up(keys(0, 1)) == HIT * 2
 
@@ -153,9 +151,9 @@ def test_leases_of_single_blocks_have_a_limit() -> None:
     rig = Rig()
     rig.store(keys(0))
     for _ in range(MAX_LEASED_ITEMS // (LEASE_COST + 1) + 1):
-        run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(lease_seconds=60), now=0))
+        run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=60), now=0))
     with pytest.raises(LimitExceeded):
-        run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(lease_seconds=60), now=0))
+        run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=60), now=0))
 
 
 def test_pins_of_long_leases_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +163,7 @@ def test_pins_of_long_leases_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> N
     other = rig.open("other")
     rig.store(keys(*range(4)))
     for names in (keys(0, 1, 2), keys(99, 3, 0), keys(1)):
-        run_to_end(rig.core.lookup(other, names, LookupOptions(prefix=False, lease_seconds=60), now=0))
+        run_to_end(rig.core.lookup(other, names, LookupSpec(prefix=False, lease_seconds=60), now=0))
     blocks = ready_blocks(rig.core)
     rig.core.close_session(other.id)
     assert sum(block.pins for block in blocks) == 2, "one slice of 5 items is done, of which 1 is a miss"
@@ -177,7 +175,7 @@ def test_refused_stores_are_counted() -> None:
     """B3.5: the block is not cascaded, and a counter rises."""
     rig = Rig(ModelTier("near", 1 << 20))
     assert run_to_end(
-        rig.core.prepare_store(rig.session, keys(*range(20)), StoreOptions(lease_seconds=60), now=0)
+        rig.core.prepare_store(rig.session, keys(*range(20)), StoreSpec(lease_seconds=60), now=0)
     ).statuses == (GRANTED * 16 + NO_ROOM * 4)
     assert rig.core.stats().tiers[0].dropped == 4
     assert rig.core.take_commands() == []
@@ -189,7 +187,7 @@ def test_refused_stores_are_counted() -> None:
 def test_a_running_store_can_be_renewed() -> None:
     """A slow stream keeps its slots while bytes arrive."""
     rig = Rig()
-    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0), StoreOptions(lease_seconds=5), now=0))
+    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0), StoreSpec(lease_seconds=5), now=0))
     rig.core.renew_store(rig.session, answer.store_id, 20)
     rig.core.tick(10)
     run_to_end(rig.core.complete_store(rig.session, answer.store_id))
@@ -200,9 +198,9 @@ def test_memory_is_used_once_it_is_backed() -> None:
     """Before the first page is backed, stores report NO_ROOM without an error."""
     core = TierManager(2 * EXTENT, EXTENT, ())
     session = core.open_session(b"s", "e", None, SPEC)
-    assert run_to_end(core.prepare_store(session, keys(0), StoreOptions(lease_seconds=60), now=0)).statuses == NO_ROOM
+    assert run_to_end(core.prepare_store(session, keys(0), StoreSpec(lease_seconds=60), now=0)).statuses == NO_ROOM
     core.add_memory(0, EXTENT)
-    assert run_to_end(core.prepare_store(session, keys(0), StoreOptions(lease_seconds=60), now=0)).statuses == GRANTED
+    assert run_to_end(core.prepare_store(session, keys(0), StoreSpec(lease_seconds=60), now=0)).statuses == GRANTED
     tier = core.stats().tiers[0]
     assert (tier.capacity_bytes, tier.available_bytes) == (2 * EXTENT, EXTENT)
 
@@ -226,7 +224,7 @@ def test_stored_blocks_cascade_and_are_pinned_meanwhile() -> None:
 def test_a_failed_store_cascades_nothing() -> None:
     """B3.7: its slot is free again."""
     rig = Rig(ModelTier("near", 1 << 20))
-    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0, 1), StoreOptions(lease_seconds=60), now=0))
+    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0, 1), StoreSpec(lease_seconds=60), now=0))
     run_to_end(rig.core.complete_store(rig.session, answer.store_id, failed=[0, 1]))
     assert rig.core.take_commands() == []
     assert rig.core.stats().tiers[0].used_bytes == 0
@@ -237,8 +235,8 @@ def test_a_hit_in_a_secondary_tier_is_promoted_once() -> None:
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store_in_all_tiers(keys(*range(16)))
     rig.store_in_all_tiers(keys(*range(100, 116)))
-    first = run_to_end(rig.core.lookup(rig.session, keys(0, 1), LookupOptions(lease_seconds=60), now=0)).lease
-    second = run_to_end(rig.core.lookup(rig.session, keys(0, 1), LookupOptions(lease_seconds=60), now=0)).lease
+    first = run_to_end(rig.core.lookup(rig.session, keys(0, 1), LookupSpec(lease_seconds=60), now=0)).lease
+    second = run_to_end(rig.core.lookup(rig.session, keys(0, 1), LookupSpec(lease_seconds=60), now=0)).lease
     assert first.statuses() == second.statuses() == PENDING * 2
     assert set(first.sources[:2]) == {1}
     commands = rig.finish_jobs()
@@ -255,7 +253,7 @@ def test_a_partly_failed_promotion_keeps_loaded_blocks() -> None:
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store_in_all_tiers(keys(0, 1, 2))
     rig.store_in_all_tiers(keys(*range(100, 116)))
-    lease = run_to_end(rig.core.lookup(rig.session, keys(0, 1, 2), LookupOptions(lease_seconds=60), now=0)).lease
+    lease = run_to_end(rig.core.lookup(rig.session, keys(0, 1, 2), LookupSpec(lease_seconds=60), now=0)).lease
     (job,) = (command for command in rig.core.take_commands() if isinstance(command, LoadFromTier))
     rig.core.job_finished(job.job_id, [Outcome.DONE, Outcome.CORRUPT, Outcome.DONE])
     assert lease.statuses() == HIT + MISS + HIT
@@ -269,7 +267,7 @@ def test_items_of_a_lease_are_counted_while_it_lasts(ends: int) -> None:
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store_in_all_tiers(keys(0, 1, 2))
     rig.store_in_all_tiers(keys(*range(100, 116)))
-    lease = run_to_end(rig.core.lookup(rig.session, keys(0, 1, 2), LookupOptions(lease_seconds=60), now=0)).lease
+    lease = run_to_end(rig.core.lookup(rig.session, keys(0, 1, 2), LookupSpec(lease_seconds=60), now=0)).lease
     (job,) = (command for command in rig.core.take_commands() if isinstance(command, LoadFromTier))
     counted, space = rig.core._lookups.leases, rig.session.namespace.id
     assert lease is not None
@@ -291,9 +289,7 @@ def test_a_promotion_without_space_is_a_miss() -> None:
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store_in_all_tiers(keys(0))
     rig.store_in_all_tiers(keys(*range(100, 116)))
-    lease = run_to_end(
-        rig.core.lookup(rig.session, keys(*range(100, 116)), LookupOptions(lease_seconds=60), now=0)
-    ).lease
+    lease = run_to_end(rig.core.lookup(rig.session, keys(*range(100, 116)), LookupSpec(lease_seconds=60), now=0)).lease
     assert lease is not None
     before = rig.core.stats().tiers[0].dropped
     assert rig.look_up(keys(0)) == MISS
@@ -432,7 +428,7 @@ def test_slots_of_an_ended_session_wait_for_its_writers() -> None:
     """A slot is reused only when no process can still write to it (B4.5)."""
     rig = Rig()
     other = rig.open("other")
-    answer = run_to_end(rig.core.prepare_store(other, keys(*range(16)), StoreOptions(lease_seconds=60), now=0))
+    answer = run_to_end(rig.core.prepare_store(other, keys(*range(16)), StoreSpec(lease_seconds=60), now=0))
     assert len(answer.slots) == 16
     rig.core.close_session(other.id)
     assert rig.core.stats().quarantined_bytes == 16 * 4096
@@ -446,7 +442,7 @@ def test_slots_of_an_ended_session_wait_for_its_writers() -> None:
 def test_a_late_completion_frees_and_publishes_nothing() -> None:
     """B5.6: its store ended with the lease; the completion only says that the write has ended."""
     rig = Rig()
-    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0), StoreOptions(lease_seconds=5), now=0))
+    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0), StoreSpec(lease_seconds=5), now=0))
     rig.core.tick(6)
     assert rig.core.stats().quarantined_bytes == 4096
     with pytest.raises(StoreNotFound):
@@ -461,7 +457,7 @@ def test_another_engine_cannot_end_a_quarantine(engine: str, space: NamespaceId)
     """The owner may still write to the slots, although another engine says that it has ended."""
     rig = Rig()
     other = rig.open(engine, replace(SPEC, id=space))
-    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0), StoreOptions(lease_seconds=5), now=0))
+    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0), StoreSpec(lease_seconds=5), now=0))
     rig.core.tick(6)
     assert answer.store_id is not None
     assert not rig.core.store_handler.table.is_quarantined(answer.store_id, other.engine)
@@ -474,7 +470,7 @@ def test_another_engine_cannot_end_a_quarantine(engine: str, space: NamespaceId)
 def test_a_second_completion_is_refused() -> None:
     """B3.14: exactly once; the block stays unchanged."""
     rig = Rig()
-    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0), StoreOptions(lease_seconds=5), now=0))
+    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0), StoreSpec(lease_seconds=5), now=0))
     run_to_end(rig.core.complete_store(rig.session, answer.store_id))
     with pytest.raises(StoreNotFound):
         run_to_end(rig.core.complete_store(rig.session, answer.store_id, failed=[0]))
@@ -484,7 +480,7 @@ def test_a_second_completion_is_refused() -> None:
 def test_a_completion_in_slices_is_not_begun_again() -> None:
     """Between two slices a second completion cannot change which blocks have failed."""
     rig = Rig()
-    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0, 1), StoreOptions(lease_seconds=5), now=0))
+    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0, 1), StoreSpec(lease_seconds=5), now=0))
     assert answer.store_id is not None
     completion = Steps(rig.core.complete_store(rig.session, answer.store_id, slice_blocks=1))
     assert completion.step()
@@ -500,8 +496,7 @@ def test_leases_expire_unless_renewed() -> None:
     rig = Rig()
     rig.store(keys(0))
     kept, lost = (
-        run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(lease_seconds=10), now=0)).lease
-        for _ in range(2)
+        run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=10), now=0)).lease for _ in range(2)
     )
     rig.core.renew(rig.session, kept.id, 30)
     rig.core.renew(rig.session, kept.id, 20)
@@ -536,9 +531,7 @@ def test_refusals_change_nothing() -> None:
     """The core checks its input before it grants anything."""
     rig = Rig()
     with pytest.raises(InvalidKey):
-        run_to_end(
-            rig.core.prepare_store(rig.session, keys(0) + keys(1, group=2), StoreOptions(lease_seconds=60), now=0)
-        )
+        run_to_end(rig.core.prepare_store(rig.session, keys(0) + keys(1, group=2), StoreSpec(lease_seconds=60), now=0))
     assert rig.core.stats().tiers[0].blocks == 0
     for spec in ({"world_size": 0}, {"part_bytes": ()}, {"part_bytes": (0,)}):
         with pytest.raises(InvalidNamespace):
@@ -549,8 +542,8 @@ def test_refusals_change_nothing() -> None:
         rig.open("rank", SPEC, rank=1)
     scheduler = rig.open("tp", NamespaceSpec(NamespaceId(b"w" * 32), 2, (4096,)))
     with pytest.raises(InvalidItem):
-        run_to_end(rig.core.prepare_store(scheduler, keys(0), StoreOptions(lease_seconds=60), now=0))
-    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0), StoreOptions(lease_seconds=60), now=0))
+        run_to_end(rig.core.prepare_store(scheduler, keys(0), StoreSpec(lease_seconds=60), now=0))
+    answer = run_to_end(rig.core.prepare_store(rig.session, keys(0), StoreSpec(lease_seconds=60), now=0))
     with pytest.raises(InvalidItem):
         run_to_end(rig.core.complete_store(rig.session, answer.store_id, failed=[1]))
     run_to_end(rig.core.complete_store(rig.session, answer.store_id))

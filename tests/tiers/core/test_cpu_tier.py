@@ -29,8 +29,8 @@ from harness.operations import run_to_end
 from kvtier.cuda.host.region import HostRegion
 from kvtier.server.runtime import extent_bytes_for
 from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.errors import CoreError
 from kvtier.tiers.types import EngineSession, KeyStatus, LeaseId, NamespaceSpec, StoreId, StoreStatus
 
@@ -91,7 +91,7 @@ class CPUTier:
                 with self._loop:
                     session = self.ranks(block)[rank]
                     answer = run_to_end(
-                        self.core.prepare_store(session, [block.key], StoreOptions(lease_seconds=NEVER), now=0)
+                        self.core.prepare_store(session, [block.key], StoreSpec(lease_seconds=NEVER), now=0)
                     )
                 if answer.statuses == bytes([StoreStatus.PRESENT]):
                     continue
@@ -117,13 +117,13 @@ class CPUTier:
         name = (block.namespace, block.key)
         if name not in self._held:
             session = self.ranks(block)[0]
-            lease = run_to_end(self.core.lookup(session, [block.key], LookupOptions(lease_seconds=NEVER), now=0)).lease
+            lease = run_to_end(self.core.lookup(session, [block.key], LookupSpec(lease_seconds=NEVER), now=0)).lease
             self._held[name] = (session, lease.id)
 
     def _load(self, block: BlockBytes) -> Outcome:
         with self._loop:
             session = self.ranks(block)[0]
-            lease = run_to_end(self.core.lookup(session, [block.key], LookupOptions(lease_seconds=NEVER), now=0)).lease
+            lease = run_to_end(self.core.lookup(session, [block.key], LookupSpec(lease_seconds=NEVER), now=0)).lease
             if lease is None:
                 return MISSING
             assert lease.statuses() == HIT

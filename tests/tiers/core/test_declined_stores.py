@@ -6,7 +6,7 @@ from harness.operations import run_to_end
 from simulation import ModelTier
 
 from kvtier.tiers.base import RequestInfo
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.eviction import Forecast
 from kvtier.tiers.types import MissReason
 
@@ -18,10 +18,10 @@ def serve(rig: Rig, request_id: str, names: list[bytes], *, retain_for: float = 
     """Serves a request as an engine does: looks up the blocks and stores all of them."""
     core, session = rig.core, rig.session
     core.begin_request(session, RequestInfo(request_id, session.namespace.id))
-    run_to_end(core.lookup(session, names, LookupOptions(request_id=request_id, lease_seconds=60), now=0))
+    run_to_end(core.lookup(session, names, LookupSpec(request_id=request_id, lease_seconds=60), now=0))
     answer = run_to_end(
         core.prepare_store(
-            session, names, StoreOptions(request_id=request_id, lease_seconds=60, retain_for=retain_for), now=0
+            session, names, StoreSpec(request_id=request_id, lease_seconds=60, retain_for=retain_for), now=0
         )
     )
     if answer.store_id is not None:

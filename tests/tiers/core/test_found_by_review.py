@@ -8,10 +8,10 @@ from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.catalog import Catalog, CatalogEntry, EntryState
 from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.errors import InvalidNamespace, LeaseNotFound, LimitExceeded, NotOwner
 from kvtier.tiers.eviction import LRU
 from kvtier.tiers.eviction.queues import EvictionQueues
@@ -46,7 +46,7 @@ def test_blocks_of_a_hanging_load_can_be_stored_again() -> None:
     """Waiting lookups get a miss, a new store works, and the late end of the load is ignored."""
     rig = Rig(ModelTier("near", 1 << 20))
     job = promoting(rig)
-    lease = run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(lease_seconds=60), now=0)).lease
+    lease = run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=60), now=0)).lease
     rig.core.tier_stalled(1, stalled=True)
     assert lease.statuses() == MISS
     assert rig.core.stats().misses_by_reason[MissReason.LOAD_FAILED] == 1
@@ -91,7 +91,7 @@ def test_requests_end_while_a_tier_hangs() -> None:
     rig = Rig(hanging, well)
     begin(rig, "before")
     answer = run_to_end(
-        rig.core.prepare_store(rig.session, keys(0), StoreOptions(request_id="before", lease_seconds=60), now=0)
+        rig.core.prepare_store(rig.session, keys(0), StoreSpec(request_id="before", lease_seconds=60), now=0)
     )
     run_to_end(rig.core.complete_store(rig.session, answer.store_id))
     jobs = [command for command in rig.core.take_commands() if isinstance(command, StoreInTier)]
@@ -99,7 +99,7 @@ def test_requests_end_while_a_tier_hangs() -> None:
     rig.core.tier_stalled(1, stalled=True)
     assert rig.core.finish_request(rig.session, "before").incomplete == 1
     begin(rig, "after")
-    run_to_end(rig.core.prepare_store(rig.session, keys(0), StoreOptions(request_id="after", lease_seconds=60), now=0))
+    run_to_end(rig.core.prepare_store(rig.session, keys(0), StoreSpec(request_id="after", lease_seconds=60), now=0))
     assert rig.core.finish_request(rig.session, "after").settled
     assert hanging.finished == well.finished == ["before", "after"]
     assert not rig.core._requests._requests
@@ -110,12 +110,12 @@ def test_a_repeated_key_is_retained_once() -> None:
     core = TierManager(EXTENT, EXTENT, [ModelTier("near", 1 << 20)])
     core.add_memory(0, EXTENT)
     session = core.open_session(b"s", "engine", None, SPEC)
-    answer = run_to_end(core.prepare_store(session, keys(0), StoreOptions(lease_seconds=60), now=0))
+    answer = run_to_end(core.prepare_store(session, keys(0), StoreSpec(lease_seconds=60), now=0))
     run_to_end(core.complete_store(session, answer.store_id))
     for command in core.take_commands():
         if isinstance(command, StoreInTier):
             core.job_finished(command.job_id, [Outcome.DONE])
-    lookup = run_to_end(core.lookup(session, keys(0) * 5, LookupOptions(lease_seconds=60, retain_for=30.0), now=0))
+    lookup = run_to_end(core.lookup(session, keys(0) * 5, LookupSpec(lease_seconds=60, retain_for=30.0), now=0))
     core.release(session, lookup.lease.id)
     assert [share.retained_bytes for tier in core.stats().tiers for share in tier.shares] == [4096, 4096]
     core.tick(31)
@@ -126,9 +126,7 @@ def test_equal_engine_ids_of_two_namespaces_are_separate() -> None:
     """Engines choose their ids: two tenants with the same id reach none of each other's blocks."""
     rig = Rig()
     rig.store(keys(0))
-    lease = run_to_end(
-        rig.core.lookup(rig.session, keys(0), LookupOptions(request_id="1", lease_seconds=60), now=0)
-    ).lease
+    lease = run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(request_id="1", lease_seconds=60), now=0)).lease
     theirs = NamespaceSpec(NamespaceId(b"t" * 32), world_size=1, part_bytes=(4096,))
     stranger = rig.core.open_session(b"stranger", "engine", None, theirs, tenant="other")
     with pytest.raises(LeaseNotFound):  # as if there were no such lease
@@ -156,7 +154,7 @@ def test_a_refused_request_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> 
 def test_finishing_twice_keeps_the_explanation() -> None:
     """The client repeats the call because the first answer was lost."""
     rig = Rig()
-    run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(request_id="r", lease_seconds=60), now=0))
+    run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(request_id="r", lease_seconds=60), now=0))
     for _ in range(2):
         rig.core.finish_request(rig.session, "r")
     [record] = rig.core.explain("r")
@@ -169,7 +167,7 @@ def test_the_record_of_a_lookup_is_bounded() -> None:
     rig.store(keys(*range(0, 1000, 2)))
     run_to_end(
         rig.core.lookup(
-            rig.session, keys(*range(1000)), LookupOptions(prefix=False, request_id="mixed", lease_seconds=60), now=0
+            rig.session, keys(*range(1000)), LookupSpec(prefix=False, request_id="mixed", lease_seconds=60), now=0
         )
     )
     [record] = rig.core.explain("mixed")
@@ -185,11 +183,9 @@ def test_blocks_behind_a_miss_of_a_prefix_are_misses() -> None:
     rig.store_in_all_tiers(keys(0, 1))
     rig.core.reset(rig.session)
     rig.store_in_all_tiers(keys(*range(100, 115)))
-    full = run_to_end(
-        rig.core.lookup(rig.session, keys(*range(100, 115)), LookupOptions(lease_seconds=60), now=0)
-    ).lease
+    full = run_to_end(rig.core.lookup(rig.session, keys(*range(100, 115)), LookupSpec(lease_seconds=60), now=0)).lease
     assert full is not None
-    found = run_to_end(rig.core.lookup(rig.session, keys(100, 0, 1, 101), LookupOptions(lease_seconds=60), now=0))
+    found = run_to_end(rig.core.lookup(rig.session, keys(100, 0, 1, 101), LookupSpec(lease_seconds=60), now=0))
     assert found.statuses() == HIT + PENDING + MISS * 2
 
 

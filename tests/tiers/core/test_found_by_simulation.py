@@ -5,9 +5,9 @@ from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import ContinueWork, StoreInTier
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.options import LookupOptions
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.types import MissReason, NamespaceSpec
 
@@ -16,11 +16,11 @@ def test_a_block_that_was_read_during_a_reset_is_missed_as_reset() -> None:
     """Seed 10073: its miss was explained as never stored."""
     rig = Rig()
     rig.store(keys(0))
-    lease = run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(lease_seconds=60), now=0)).lease
+    lease = run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=60), now=0)).lease
     assert rig.core.reset(rig.session) == 1
     rig.core.release(rig.session, lease.id)
     assert rig.core.resetting(rig.session) == 0
-    run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(request_id="r", lease_seconds=60), now=0))
+    run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(request_id="r", lease_seconds=60), now=0))
     assert rig.core.stats().misses_by_reason == {MissReason.RESET: 1}
 
 
@@ -33,9 +33,7 @@ def test_a_later_admitted_block_can_be_evicted() -> None:
     rig.session = rig.open("engine")
     rig.store(keys(0, 1))
     for number in (0, 1):
-        run_to_end(
-            rig.core.lookup(rig.session, keys(number), LookupOptions(request_id="second", lease_seconds=60), now=0)
-        )
+        run_to_end(rig.core.lookup(rig.session, keys(number), LookupSpec(request_id="second", lease_seconds=60), now=0))
         (store,) = [command for command in rig.finish_jobs() if isinstance(command, StoreInTier)]
         assert [block.key for block in store.blocks] == keys(number)
 

@@ -7,8 +7,8 @@ from hold_rig import D2P, P2D, PRIVATE, HoldRig
 from simulation import ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome
+from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import LoadFromTier
-from kvtier.tiers.core.options import LookupOptions
 from kvtier.tiers.errors import HoldExpired, HoldNotFound
 from kvtier.tiers.stats.request_log import ClaimOutcome, ClaimRecord, HoldRecord, LookupRecord, OutcomeRun
 from kvtier.tiers.types import HoldEnd, MissReason, NamespaceSpec, PublishStatus
@@ -73,7 +73,7 @@ def test_a_declined_publication_has_a_reason_and_no_end() -> None:
 def test_a_publication_may_come_after_the_end_of_its_request() -> None:
     """Engines send both in the background, so the record of the request is kept."""
     rig = HoldRig()
-    run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(request_id="r", lease_seconds=1e9), now=0))
+    run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(request_id="r", lease_seconds=1e9), now=0))
     rig.core.finish_request(rig.session, "r")
     rig.publish(keys(0))
     [record] = rig.core.explain("r")

@@ -7,12 +7,12 @@ from hold_rig import D2P, NO_STATUS, P2D, PRIVATE, HoldRig
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome
+from kvtier.tiers.core.call_specs import StoreSpec
 from kvtier.tiers.core.commands import HoldChanged, LoadFromTier, StoreInTier
 from kvtier.tiers.core.handoffs import EXPIRY_MARGIN_SECONDS
 from kvtier.tiers.core.holds import Hold
 from kvtier.tiers.core.leases import LEASE_COST, PENDING_COST
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.options import StoreOptions
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, InvalidItem, InvalidKey, LimitExceeded, NotReady
 from kvtier.tiers.eviction.quotas import Tenant
@@ -117,7 +117,7 @@ def test_a_hold_may_be_published_before_its_blocks_are_stored() -> None:
     """Before or during their stores; waiting claims are told when the last block is stored."""
     rig = HoldRig()
     rig.store(keys(0))
-    store = run_to_end(rig.core.prepare_store(rig.session, keys(1), StoreOptions(lease_seconds=60), now=0))
+    store = run_to_end(rig.core.prepare_store(rig.session, keys(1), StoreSpec(lease_seconds=60), now=0))
     hold = rig.publish(keys(0, 1, 2))
     assert (hold.awaited, rig.claim().statuses) == (2, HIT + PENDING * 2)
     rig.core.take_commands()
@@ -150,7 +150,7 @@ def test_the_end_of_the_publisher_settles_blocks() -> None:
     """A claim that waits for some of them learns that none will come."""
     rig = HoldRig()
     store = rig.core.open_session(b"other", "other", None, SPEC)
-    run_to_end(rig.core.prepare_store(store, keys(0), StoreOptions(lease_seconds=60), now=0))
+    run_to_end(rig.core.prepare_store(store, keys(0), StoreSpec(lease_seconds=60), now=0))
     hold = rig.publish(keys(0, 1, 2))
     assert not rig.core.handoffs.is_settled(hold, 2)
     rig.core.take_commands()
@@ -165,7 +165,7 @@ def test_missing_blocks_of_an_ended_publisher_are_misses() -> None:
     rig = HoldRig()
     rig.store(keys(0))
     worker = rig.core.open_session(b"worker", "engine", None, SPEC)
-    run_to_end(rig.core.prepare_store(worker, keys(1), StoreOptions(lease_seconds=60), now=0))
+    run_to_end(rig.core.prepare_store(worker, keys(1), StoreSpec(lease_seconds=60), now=0))
     hold = rig.publish(keys(0, 1, 2))
     rig.core.close_session(rig.session.id)
     assert hold.awaited == 2, "one worker is still connected"
@@ -178,8 +178,8 @@ def test_missing_blocks_of_an_ended_publisher_are_misses() -> None:
 def test_stores_of_other_engines_may_complete_a_hold() -> None:
     """The publisher has ended; if such a store fails, its block is a miss at once."""
     rig = HoldRig()
-    good = run_to_end(rig.core.prepare_store(rig.reader, keys(0), StoreOptions(lease_seconds=60), now=0)).store_id
-    bad = run_to_end(rig.core.prepare_store(rig.reader, keys(1), StoreOptions(lease_seconds=60), now=0)).store_id
+    good = run_to_end(rig.core.prepare_store(rig.reader, keys(0), StoreSpec(lease_seconds=60), now=0)).store_id
+    bad = run_to_end(rig.core.prepare_store(rig.reader, keys(1), StoreSpec(lease_seconds=60), now=0)).store_id
     rig.publish(keys(0, 1))
     rig.core.close_session(rig.session.id)
     assert rig.claim().statuses == PENDING * 2
@@ -192,7 +192,7 @@ def test_a_failed_store_of_a_hold_may_be_repeated() -> None:
     """While the publisher is connected the hold waits for its next store."""
     rig = HoldRig()
     rig.publish(keys(0))
-    store = run_to_end(rig.core.prepare_store(rig.session, keys(0), StoreOptions(lease_seconds=60), now=0))
+    store = run_to_end(rig.core.prepare_store(rig.session, keys(0), StoreSpec(lease_seconds=60), now=0))
     run_to_end(rig.core.complete_store(rig.session, store.store_id, failed=[0]))
     assert rig.claim().statuses == PENDING
     rig.store(keys(0))
@@ -207,7 +207,7 @@ def test_the_hold_waits_for_every_rank() -> None:
     rig.store(keys(0))
     assert rig.claim().statuses == PENDING
     other = rig.core.open_session(b"rank 1", "engine", 1, spec)
-    store = run_to_end(rig.core.prepare_store(other, keys(0), StoreOptions(lease_seconds=60), now=0))
+    store = run_to_end(rig.core.prepare_store(other, keys(0), StoreSpec(lease_seconds=60), now=0))
     run_to_end(rig.core.complete_store(other, store.store_id))
     assert rig.claim().statuses == HIT
 

@@ -7,10 +7,10 @@ from hold_rig import D2P, P2D, PRIVATE, HoldRig
 from simulation import ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import HoldChanged, LoadFromTier, LookupInTier
 from kvtier.tiers.core.holds import Hold
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, InvalidKey
 from kvtier.tiers.stats.snapshots import HandoffStats
@@ -128,9 +128,7 @@ def test_held_and_retained_blocks_become_evictable_after_both() -> None:
         rig = HoldRig()
         rig.publish(keys(0), duration=hold_ends)
         answer = run_to_end(
-            rig.core.prepare_store(
-                rig.session, keys(0), StoreOptions(lease_seconds=60, retain_for=retention_ends), now=0
-            )
+            rig.core.prepare_store(rig.session, keys(0), StoreSpec(lease_seconds=60, retain_for=retention_ends), now=0)
         )
         run_to_end(rig.core.complete_store(rig.session, answer.store_id))
         (queue,) = rig.core._cpu_tier.queues.all()
@@ -214,7 +212,7 @@ def test_the_end_of_an_engine_does_not_affect_other_holds() -> None:
 def test_claims_keep_waiting_while_a_block_is_being_stored() -> None:
     """The publisher has ended, and another engine is storing one of the blocks."""
     rig = HoldRig()
-    store = run_to_end(rig.core.prepare_store(rig.reader, keys(0), StoreOptions(lease_seconds=60), now=0)).store_id
+    store = run_to_end(rig.core.prepare_store(rig.reader, keys(0), StoreSpec(lease_seconds=60), now=0)).store_id
     rig.publish(keys(0, 1))
     rig.core.take_commands()
     rig.core.close_session(rig.session.id)
@@ -228,7 +226,7 @@ def test_blocks_that_arrive_after_a_hold_ended() -> None:
     rig = HoldRig()
     rig.publish([*keys(0), PRIVATE])
     store = run_to_end(
-        rig.core.prepare_store(rig.session, [*keys(0), PRIVATE], StoreOptions(lease_seconds=60), now=0)
+        rig.core.prepare_store(rig.session, [*keys(0), PRIVATE], StoreSpec(lease_seconds=60), now=0)
     ).store_id
     assert rig.core.handoffs.release(rig.name(), 1.0)
     rig.core.take_commands()
@@ -242,7 +240,7 @@ def test_a_pending_reset_delays_promotions() -> None:
     """B3.19: until old leases end there are no promotions; a new hold waits for its stores."""
     rig = HoldRig(ModelTier("near", 1 << 20))
     rig.store_in_all_tiers(keys(0, 1))
-    lease = run_to_end(rig.core.lookup(rig.reader, keys(0), LookupOptions(lease_seconds=60), now=0)).lease
+    lease = run_to_end(rig.core.lookup(rig.reader, keys(0), LookupSpec(lease_seconds=60), now=0)).lease
     assert lease is not None
     assert rig.core.reset(rig.session) == 1
     rig.publish(keys(0, 1))
@@ -293,13 +291,13 @@ def test_partial_blocks_are_never_passed_to_tiers() -> None:
     core = TierManager(64 << 10, 64 << 10, (ModelTier("near", 1 << 20),), settings=settings)
     core.add_memory(0, 64 << 10)
     session = core.open_session(b"s", "engine", None, NamespaceSpec(NamespaceId(b"n" * 32), 1, (4096,)))
-    answer = run_to_end(core.prepare_store(session, [*keys(0), PRIVATE], StoreOptions(lease_seconds=60), now=0))
+    answer = run_to_end(core.prepare_store(session, [*keys(0), PRIVATE], StoreSpec(lease_seconds=60), now=0))
     assert answer.statuses == GRANTED * 2
     run_to_end(core.complete_store(session, answer.store_id))
     for request in ("a", "b", "c"):
         lease = run_to_end(
             core.lookup(
-                session, [*keys(0), PRIVATE], LookupOptions(prefix=False, request_id=request, lease_seconds=60), now=0
+                session, [*keys(0), PRIVATE], LookupSpec(prefix=False, request_id=request, lease_seconds=60), now=0
             )
         ).lease
         core.release(session, lease.id)

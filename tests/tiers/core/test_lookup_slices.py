@@ -9,9 +9,9 @@ from harness.operations import Steps, run_to_end
 from simulation import ModelTier
 
 from kvtier.tiers.base import Outcome, TierFilter
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LookupInTier
 from kvtier.tiers.core.leases import LookupAnswer
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.stats.request_log import LookupRecord, OutcomeRun
 from kvtier.tiers.types import MissReason
 
@@ -23,7 +23,7 @@ def begin(
 ) -> Steps[LookupAnswer]:
     """Begins a lookup with `most` keys per slice."""
     options = {"prefix": prefix, "request_id": request_id, "min_hits": min_hits}
-    operation = rig.core.lookup(rig.session, names, LookupOptions(lease_seconds=FAR, **options), now=0, slice_keys=most)
+    operation = rig.core.lookup(rig.session, names, LookupSpec(lease_seconds=FAR, **options), now=0, slice_keys=most)
     lookup = Steps(operation, "lookup")
     if len(names) > most:
         assert step(lookup)
@@ -47,7 +47,7 @@ def mixed_rig() -> Rig:
     while rig.core.resetting(rig.session):
         rig.core.work()
     rig.store_in_all_tiers(keys(*range(10, 20)))
-    run_to_end(rig.core.prepare_store(rig.session, keys(*range(20, 30)), StoreOptions(lease_seconds=FAR), now=0))
+    run_to_end(rig.core.prepare_store(rig.session, keys(*range(20, 30)), StoreSpec(lease_seconds=FAR), now=0))
     rig.core.take_commands()
     return rig
 
@@ -119,9 +119,7 @@ def test_hits_without_room_are_below_the_threshold() -> None:
     rig = Rig(ModelTier("near", 1 << 20), eviction={"cpu": "lru"}, queue=1 << 20)
     rig.store_in_all_tiers(keys(*range(4)))
     rig.store_in_all_tiers(keys(*range(100, 116)))
-    assert run_to_end(
-        rig.core.lookup(rig.session, keys(*range(100, 114)), LookupOptions(lease_seconds=FAR), now=0)
-    ).lease
+    assert run_to_end(rig.core.lookup(rig.session, keys(*range(100, 114)), LookupSpec(lease_seconds=FAR), now=0)).lease
     for min_hits, wanted in ((2, PENDING * 2 + MISS * 2), (4, MISS * 4)):
         lookup = begin(rig, keys(*range(4)), 4, request_id="r", min_hits=min_hits)
         answer = lookup.finish()
@@ -140,7 +138,7 @@ def test_unknown_keys_are_not_searched_one_by_one(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(residency, "find", lambda _, key, __: searched.append(key))
     names, tiers = keys(0, *range(100, 200)), TierFilter(names=frozenset(["far"]))
     found = run_to_end(
-        rig.core.lookup(rig.session, names, LookupOptions(prefix=False, lease_seconds=FAR, tiers=tiers), now=0)
+        rig.core.lookup(rig.session, names, LookupSpec(prefix=False, lease_seconds=FAR, tiers=tiers), now=0)
     )
     assert (found.statuses(), searched) == (HIT + MISS * 100, [])
     assert [tier.misses for tier in rig.core.stats().tiers] == [100, 100, 0]

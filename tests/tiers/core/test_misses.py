@@ -8,8 +8,8 @@ from harness.operations import run_to_end
 from simulation import ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo, TierFilter
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LoadFromTier
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.stats.eviction_history import EvictionHistory
 from kvtier.tiers.stats.request_log import OutcomeRun
 from kvtier.tiers.types import MissReason, NamespaceSpec
@@ -22,7 +22,7 @@ def spans(rig: Rig, names: Sequence[bytes], *, prefix: bool = True, **more: obje
     """Looks up for a new request; returns what `explain` says of it."""
     found = run_to_end(
         rig.core.lookup(
-            rig.session, names, LookupOptions(prefix=prefix, request_id="asks", lease_seconds=1e9, **more), now=0
+            rig.session, names, LookupSpec(prefix=prefix, request_id="asks", lease_seconds=1e9, **more), now=0
         )
     )  # type: ignore[arg-type]
     [record] = rig.core.explain("asks")
@@ -71,7 +71,7 @@ def test_evicted_from_the_last_tier_that_had_it() -> None:
 def test_store_failed(how: str) -> None:
     """Every failed store has this reason."""
     rig = Rig()
-    answer = run_to_end(rig.core.prepare_store(rig.session, keys(*range(16)), StoreOptions(lease_seconds=60), now=0))
+    answer = run_to_end(rig.core.prepare_store(rig.session, keys(*range(16)), StoreSpec(lease_seconds=60), now=0))
     wanted = keys(3)
     if how == "failed":
         run_to_end(rig.core.complete_store(rig.session, answer.store_id, [3]))
@@ -130,7 +130,7 @@ def test_format_mismatch() -> None:
     assert [record.lookups[-1].outcomes() for record in rig.core.explain("asks")] == [
         (OutcomeRun(2, MissReason.FORMAT_MISMATCH),)
     ]
-    run_to_end(rig.core.lookup(rig.session, keys(0, 1), LookupOptions(request_id="theirs", lease_seconds=60), now=0))
+    run_to_end(rig.core.lookup(rig.session, keys(0, 1), LookupSpec(request_id="theirs", lease_seconds=60), now=0))
     [record] = rig.core.explain("theirs")
     assert record.lookups[-1].outcomes() == (OutcomeRun(2, MissReason.NEVER_STORED),)
 
@@ -157,9 +157,7 @@ def test_no_room() -> None:
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store_in_all_tiers(keys(0))
     rig.store_in_all_tiers(keys(*range(100, 116)))
-    assert run_to_end(
-        rig.core.lookup(rig.session, keys(*range(100, 116)), LookupOptions(lease_seconds=60), now=0)
-    ).lease
+    assert run_to_end(rig.core.lookup(rig.session, keys(*range(100, 116)), LookupSpec(lease_seconds=60), now=0)).lease
     assert spans(rig, keys(0)) == (OutcomeRun(1, MissReason.NO_ROOM),)
     check_sum(rig)
 
@@ -168,7 +166,7 @@ def test_pending_keys_of_a_released_lease_count_as_hits() -> None:
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store_in_all_tiers(keys(0))
     rig.store(keys(*range(100, 116)))
-    found = run_to_end(rig.core.lookup(rig.session, keys(0, 0), LookupOptions(lease_seconds=60), now=0))
+    found = run_to_end(rig.core.lookup(rig.session, keys(0, 0), LookupSpec(lease_seconds=60), now=0))
     rig.core.release(rig.session, found.lease.id)
     assert rig.core.stats().tiers[1].hits == 1
     assert rig.core.stats().lookup_keys == 2
@@ -186,7 +184,7 @@ def test_explain_keeps_the_last_lookups_and_the_votes() -> None:
     for number in range(6):
         run_to_end(
             rig.core.lookup(
-                rig.session, keys(*range(number + 1)), LookupOptions(request_id="r", lease_seconds=1e9), now=FIRST_TICK
+                rig.session, keys(*range(number + 1)), LookupSpec(request_id="r", lease_seconds=1e9), now=FIRST_TICK
             )
         )
     [record] = rig.core.explain("r")
@@ -206,7 +204,7 @@ def test_equal_request_ids_of_two_engines() -> None:
     rig = Rig()
     other = rig.open("other")
     for session in (rig.session, other):
-        run_to_end(rig.core.lookup(session, keys(0), LookupOptions(request_id="r", lease_seconds=60), now=0))
+        run_to_end(rig.core.lookup(session, keys(0), LookupSpec(request_id="r", lease_seconds=60), now=0))
     assert [record.engine_id for record in rig.core.explain("r")] == ["other", "engine"]
 
 
@@ -220,8 +218,6 @@ def test_records_are_bounded() -> None:
     assert known[-1] == 999
     rig = Rig()
     for number in range(5000):
-        run_to_end(
-            rig.core.lookup(rig.session, keys(0), LookupOptions(request_id=f"r{number}", lease_seconds=60), now=0)
-        )
+        run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(request_id=f"r{number}", lease_seconds=60), now=0))
     assert rig.core.explain("r0") == []
     assert len(rig.core.explain("r4999")) == 1

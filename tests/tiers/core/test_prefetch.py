@@ -9,8 +9,8 @@ from tenants import Rig as TenantRig
 from tenants import keys as tenant_keys
 
 from kvtier.tiers.base import Outcome
+from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import LoadFromTier
-from kvtier.tiers.core.options import LookupOptions
 from kvtier.tiers.core.prefetches import PrefetchAnswer
 from kvtier.tiers.types import EngineSession
 
@@ -28,7 +28,7 @@ def prefetch(
     if session is None:
         assert isinstance(rig, Rig)
         session = rig.session
-    return run_to_end(rig.core.prefetch(session, names, LookupOptions(retain_for=retain_for), now=0, slice_keys=most))
+    return run_to_end(rig.core.prefetch(session, names, LookupSpec(retain_for=retain_for), now=0, slice_keys=most))
 
 
 def drop_from_cpu(rig: Rig) -> None:
@@ -142,7 +142,7 @@ def test_statistics_count_no_lookup() -> None:
 def test_a_load_that_ends_between_two_slices_is_not_counted() -> None:
     """The lease of the slices then has a block that has failed."""
     rig = disk_rig(*range(8))
-    prefetch = Steps(rig.core.prefetch(rig.session, keys(*range(8)), LookupOptions(), now=0, slice_keys=4), "lookup")
+    prefetch = Steps(rig.core.prefetch(rig.session, keys(*range(8)), LookupSpec(), now=0, slice_keys=4), "lookup")
     while prefetch.step() and prefetch.state.position < 4:
         pass
     rig.finish_jobs(Outcome.FAILED)
@@ -168,7 +168,7 @@ def test_a_reset_makes_every_key_missing() -> None:
     """No promotion starts meanwhile."""
     rig = disk_rig(*range(4))
     rig.store(keys(50))
-    lease = run_to_end(rig.core.lookup(rig.session, keys(50), LookupOptions(lease_seconds=FAR), now=0)).lease
+    lease = run_to_end(rig.core.lookup(rig.session, keys(50), LookupSpec(lease_seconds=FAR), now=0)).lease
     assert lease is not None
     assert rig.core.reset(rig.session) == 1
     rig.core.take_commands()

@@ -6,9 +6,9 @@ from harness.operations import run_to_end
 from hold_rig import P2D, HoldRig
 from simulation import ModelTier
 
+from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import HoldChanged
 from kvtier.tiers.core.holds import Hold, SlicedPublication
-from kvtier.tiers.core.options import LookupOptions
 from kvtier.tiers.types import PublishStatus
 
 NAMES = keys(*range(12))
@@ -162,7 +162,7 @@ def test_a_reset_restarts_a_publication_that_waits_for_room(monkeypatch: pytest.
 def test_a_stall_between_two_slices_ends_the_wait_for_its_blocks() -> None:
     """The hold gives up the blocks of a stalled promotion. No eviction queue gets them again."""
     rig = new_rig()
-    run_to_end(rig.core.lookup(rig.session, keys(*range(4, 8)), LookupOptions(lease_seconds=60), now=0))
+    run_to_end(rig.core.lookup(rig.session, keys(*range(4, 8)), LookupSpec(lease_seconds=60), now=0))
     publication = begin(rig)
     publish_slice(rig, publication, 2)
     rig.core.tier_stalled(1, stalled=True)

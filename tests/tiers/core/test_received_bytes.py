@@ -4,17 +4,17 @@ import pytest
 from core_rig import HIT, MISS, SPEC, Rig, keys
 from harness.operations import run_to_end
 
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import EndReaders
 from kvtier.tiers.core.in_flight_stores import Store
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 
 FAR = 1e9
 PART = SPEC.part_bytes[0]
 
 
 def prepare(rig: Rig, names: list[bytes]) -> Store:
-    answer = run_to_end(rig.core.prepare_store(rig.session, names, StoreOptions(lease_seconds=FAR), now=0))
+    answer = run_to_end(rig.core.prepare_store(rig.session, names, StoreSpec(lease_seconds=FAR), now=0))
     assert answer.store_id is not None
     return rig.core.store(rig.session, answer.store_id)
 
@@ -71,7 +71,7 @@ def test_a_lease_that_ends_while_it_is_read_keeps_its_pins(how: str) -> None:
     rig = Rig()
     names = keys(*range(4))
     rig.store(names)
-    lease = run_to_end(rig.core.lookup(rig.session, names, LookupOptions(lease_seconds=60), now=0)).lease
+    lease = run_to_end(rig.core.lookup(rig.session, names, LookupSpec(lease_seconds=60), now=0)).lease
     assert lease is not None
     lease.readers = 2
     ends(rig)

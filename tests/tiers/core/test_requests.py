@@ -8,8 +8,8 @@ from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
+from kvtier.tiers.core.call_specs import StoreSpec
 from kvtier.tiers.core.commands import StoreInTier
-from kvtier.tiers.core.options import StoreOptions
 from kvtier.tiers.negotiation import DEFAULT_RULES, Rule, vote
 
 BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
@@ -45,7 +45,7 @@ def settle(rig: Rig) -> None:
 
 def prepare(rig: Rig, names: list[bytes], request_id: str = "r") -> Any:
     return run_to_end(
-        rig.core.prepare_store(rig.session, names, StoreOptions(request_id=request_id, lease_seconds=60), now=0)
+        rig.core.prepare_store(rig.session, names, StoreSpec(request_id=request_id, lease_seconds=60), now=0)
     )
 
 
@@ -290,7 +290,7 @@ def test_requests_of_an_ended_session_end() -> None:
     eager = RequestLevelTier("eager", 1 << 20)
     rig = Rig(eager)
     other = rig.open("other")
-    answer = run_to_end(rig.core.prepare_store(other, keys(0), StoreOptions(lease_seconds=60), now=0))
+    answer = run_to_end(rig.core.prepare_store(other, keys(0), StoreSpec(lease_seconds=60), now=0))
     begin(rig)
     prepare(rig, keys(0, 1))
     rig.core.close_session(rig.session.id)

@@ -7,8 +7,8 @@ from harness.operations import run_to_end
 from simulation import ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LoadFromTier
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.types import MissReason
 
 
@@ -40,9 +40,9 @@ def test_a_reset_waits_for_jobs_of_tiers() -> None:
 def test_a_running_store_is_never_published_after_a_reset() -> None:
     """B4.13: it keeps its slots until the writer is done; its late completion publishes nothing."""
     rig = Rig(ModelTier("near", 1 << 20))
-    before = run_to_end(rig.core.prepare_store(rig.session, keys(0, 1), StoreOptions(lease_seconds=60), now=0))
+    before = run_to_end(rig.core.prepare_store(rig.session, keys(0, 1), StoreSpec(lease_seconds=60), now=0))
     assert rig.core.reset(rig.session) == 2, "not yet"
-    after = run_to_end(rig.core.prepare_store(rig.session, keys(0, 1), StoreOptions(lease_seconds=60), now=0))
+    after = run_to_end(rig.core.prepare_store(rig.session, keys(0, 1), StoreSpec(lease_seconds=60), now=0))
     assert not set(before.slots) & set(after.slots), "the old writer still writes there"
     run_to_end(rig.core.complete_store(rig.session, before.store_id))
     assert rig.core.resetting(rig.session) == 0
@@ -57,7 +57,7 @@ def test_a_running_promotion_is_never_published_after_a_reset() -> None:
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store_in_all_tiers(keys(0))
     rig.core.reset(rig.session)
-    lease = run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(lease_seconds=60), now=0)).lease
+    lease = run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=60), now=0)).lease
     [job] = [command for command in rig.core.take_commands() if isinstance(command, LoadFromTier)]
     assert rig.core.reset(rig.session) == 1
     rig.core.job_finished(job.job_id, [Outcome.DONE])
@@ -70,7 +70,7 @@ def test_a_reader_keeps_its_blocks_during_a_reset() -> None:
     """B4.13: the reset waits for leases; their slots are not reused meanwhile."""
     rig = Rig()
     rig.store(keys(*range(16)))
-    lease = run_to_end(rig.core.lookup(rig.session, keys(*range(16)), LookupOptions(lease_seconds=60), now=0)).lease
+    lease = run_to_end(rig.core.lookup(rig.session, keys(*range(16)), LookupSpec(lease_seconds=60), now=0)).lease
     slots = lease.slots(range(16), 0)
     assert rig.core.reset(rig.session) == 16
     assert lease.statuses() == HIT * 16
@@ -85,7 +85,7 @@ def test_polling_a_reset_does_not_reset_again() -> None:
     """B4.13: blocks that others stored meanwhile stay."""
     rig = Rig()
     rig.store(keys(0))
-    lease = run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(lease_seconds=60), now=0)).lease
+    lease = run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=60), now=0)).lease
     assert rig.core.reset(rig.session) == 1
     rig.store(keys(7))
     assert rig.core.reset(rig.session) == 1
@@ -105,9 +105,7 @@ def test_requests_end_or_continue_after_a_reset() -> None:
         rig.core.begin_request(rig.session, info)
     stores = [
         run_to_end(
-            rig.core.prepare_store(
-                rig.session, keys(number), StoreOptions(request_id=request_id, lease_seconds=60), now=0
-            )
+            rig.core.prepare_store(rig.session, keys(number), StoreSpec(request_id=request_id, lease_seconds=60), now=0)
         )
         for number, request_id in ((0, "done"), (1, "goes on"), (2, "done"))
     ]
@@ -122,7 +120,7 @@ def test_requests_end_or_continue_after_a_reset() -> None:
     assert near.finished == ["done"]
     assert rig.core.resetting(rig.session) == 0
     again = run_to_end(
-        rig.core.prepare_store(rig.session, keys(1), StoreOptions(request_id="goes on", lease_seconds=60), now=0)
+        rig.core.prepare_store(rig.session, keys(1), StoreSpec(request_id="goes on", lease_seconds=60), now=0)
     )
     assert again.statuses == GRANTED
     run_to_end(rig.core.complete_store(rig.session, again.store_id))
@@ -174,7 +172,7 @@ def test_a_retired_block_that_is_read_is_not_evicted() -> None:
     rig = Rig(ModelTier("near", 2 * 4096), extents=2)
     rig.store_in_all_tiers(keys(0, 1))
     rig.core.reset(rig.session, retire=True)
-    run_to_end(rig.core.lookup(rig.session, keys(1), LookupOptions(lease_seconds=60), now=0))
+    run_to_end(rig.core.lookup(rig.session, keys(1), LookupSpec(lease_seconds=60), now=0))
     (load,) = rig.core.take_commands()
     assert isinstance(load, LoadFromTier)
     rig.session = rig.open("other", dataclasses.replace(SPEC, id=NamespaceId(b"o" * 32)))

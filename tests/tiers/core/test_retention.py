@@ -6,7 +6,7 @@ from simulation import EXTENT, ModelTier
 from tenants import PAGE, Rig, keys, spec, tenant
 
 from kvtier.tiers.base import RequestInfo
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 
 
 def test_retained_blocks_survive_a_flood_until_their_time() -> None:
@@ -92,7 +92,7 @@ def test_ended_retention_frees_its_budget() -> None:
     assert rig.share("alice").retained == 0
     session = rig.session(spec("alice"))
     answer = run_to_end(
-        rig.core.prepare_store(session, keys(range(4)), StoreOptions(lease_seconds=1e9, retain_for=90), now=0)
+        rig.core.prepare_store(session, keys(range(4)), StoreSpec(lease_seconds=1e9, retain_for=90), now=0)
     )
     assert rig.share("alice").retained == 4 * PAGE
     run_to_end(rig.core.complete_store(session, answer.store_id, failed=range(4)))
@@ -115,7 +115,7 @@ def test_a_request_sets_the_retention_of_its_calls() -> None:
     session = rig.session(spec("alice"))
     rig.core.begin_request(session, RequestInfo("r", session.namespace.id, retain_for=30))
     for request_id, own, expected in (("r", 0.0, 47), ("r", 5.0, 22), ("another", 0.0, 0), ("another", 5.0, 22)):
-        options = LookupOptions(request_id=request_id, retain_for=own)
+        options = LookupSpec(request_id=request_id, retain_for=own)
         for begin in (rig.core.lookup, rig.core.prefetch, rig.core.prepare_store):
             kind = "preparation" if begin == rig.core.prepare_store else "lookup"
             steps = Steps(begin(session, keys(range(4)), options, now=17), kind)
@@ -130,7 +130,7 @@ def test_expired_retention_makes_room_at_once() -> None:
     rig.store("alice", range(100, 132))
     held = run_to_end(
         rig.core.lookup(
-            rig.session(spec("alice")), keys(range(100, 132)), LookupOptions(prefix=False, lease_seconds=1e9), now=0
+            rig.session(spec("alice")), keys(range(100, 132)), LookupSpec(prefix=False, lease_seconds=1e9), now=0
         )
     )
     assert held.lease is not None

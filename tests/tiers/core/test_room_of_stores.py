@@ -12,9 +12,9 @@ from harness.operations import Steps, run_to_end
 from simulation import EXTENT
 
 from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.holds import Hold
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.eviction.quotas import Tenant
 from kvtier.tiers.types import EngineSession, HandoffDirection, NamespaceSpec, PublishStatus, StoreAnswer
@@ -37,7 +37,7 @@ class Site:
 
     def prepare(self, session: EngineSession, start: int, count: int) -> StoreAnswer:
         names = keys(*range(start, start + count))
-        return run_to_end(self.core.prepare_store(session, names, StoreOptions(lease_seconds=600), now=0))
+        return run_to_end(self.core.prepare_store(session, names, StoreSpec(lease_seconds=600), now=0))
 
     def store(self, session: EngineSession, start: int, count: int) -> None:
         answer = self.prepare(session, start, count)
@@ -52,7 +52,7 @@ class Site:
     def lease(self, session: EngineSession, start: int, count: int) -> int:
         """Returns the number of blocks that the lease pins."""
         names = keys(*range(start, start + count))
-        lookup = self.core.lookup(session, names, LookupOptions(lease_seconds=600, prefix=False), now=0)
+        lookup = self.core.lookup(session, names, LookupSpec(lease_seconds=600, prefix=False), now=0)
         lease = run_to_end(lookup).lease
         return lease.hits if lease is not None else 0
 
@@ -117,7 +117,7 @@ def test_leases_and_open_stores_count_together() -> None:
     """Leases at their bound leave room for stores of the tenant, and both for another tenant."""
     site = Site()
     site.store(site.alice, 0, 12)
-    lease = run_to_end(site.core.lookup(site.alice, keys(*range(SLOTS)), LookupOptions(lease_seconds=600), now=0)).lease
+    lease = run_to_end(site.core.lookup(site.alice, keys(*range(SLOTS)), LookupSpec(lease_seconds=600), now=0)).lease
     assert lease is not None
     assert lease.hits == 12
     assert refused(site.prepare(site.alice, 500, 4)) == 2
@@ -129,7 +129,7 @@ def test_open_stores_leave_no_lease_beyond_the_part() -> None:
     site = Site()
     site.store(site.alice, 0, 4)
     site.prepare(site.alice, 500, 12)
-    lease = run_to_end(site.core.lookup(site.alice, keys(*range(4)), LookupOptions(lease_seconds=600), now=0)).lease
+    lease = run_to_end(site.core.lookup(site.alice, keys(*range(4)), LookupSpec(lease_seconds=600), now=0)).lease
     assert lease is not None
     assert lease.hits == 2
     assert refused(site.prepare(site.bob, 0, 2)) == 0
@@ -177,7 +177,7 @@ def test_prefetches_in_slices_pin_no_present_block() -> None:
     site = Site()
     site.fill()
     names = keys(*range(SLOTS + 1))
-    prefetch = Steps(site.core.prefetch(site.alice, names, LookupOptions(), now=0, slice_keys=SLOTS))
+    prefetch = Steps(site.core.prefetch(site.alice, names, LookupSpec(), now=0, slice_keys=SLOTS))
     assert prefetch.step()
     assert prefetch.step()  # at its last key
     assert refused(site.prepare(site.bob, 0, SLOTS // 2)) == 0
@@ -188,7 +188,7 @@ def test_stores_in_slices_leave_room_for_another_tenant() -> None:
     site = Site()
     site.fill()
     names = keys(*range(SLOTS + 1))
-    store = Steps(site.core.prepare_store(site.alice, names, StoreOptions(lease_seconds=600), now=0, slice_keys=SLOTS))
+    store = Steps(site.core.prepare_store(site.alice, names, StoreSpec(lease_seconds=600), now=0, slice_keys=SLOTS))
     assert store.step()
     assert store.step()  # at its last key
     assert refused(site.prepare(site.bob, 0, SLOTS // 8)) == 0
@@ -243,7 +243,7 @@ def test_a_store_finds_an_extent_behind_many_blocks_of_pinned_ones() -> None:
     for start in range(0, len(names), in_extent):
         assert rig.store(names[start : start + in_extent]) == GRANTED * in_extent
     for start in range(0, in_extent * (extents - 1), in_extent):
-        run_to_end(rig.core.lookup(rig.session, names[start : start + 1], LookupOptions(lease_seconds=60), now=0))
+        run_to_end(rig.core.lookup(rig.session, names[start : start + 1], LookupSpec(lease_seconds=60), now=0))
     assert rig.store(keys(1, group=1)) == GRANTED
 
 
@@ -256,7 +256,7 @@ def test_a_store_is_refused_only_if_nothing_can_be_evicted(seed: int) -> None:
         group = rng.choice((0, 0, 1))
         names = keys(*rng.sample(range(200), rng.randint(1, 12)), group=group)
         if rng.random() < 0.4:
-            run_to_end(rig.core.lookup(rig.session, names, LookupOptions(prefix=False, lease_seconds=60), now=0))
+            run_to_end(rig.core.lookup(rig.session, names, LookupSpec(prefix=False, lease_seconds=60), now=0))
         elif rng.random() < 0.03:
             for lease in rig.core.leases()[: rng.randint(0, 8)]:
                 rig.core.release(rig.session, lease.id)

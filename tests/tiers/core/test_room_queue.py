@@ -12,10 +12,10 @@ from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import RoomOffered, Waiter
 from kvtier.tiers.core.leases import LookupAnswer
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.core.room_queue import MAX_WAITERS
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.errors import InvalidItem
@@ -58,7 +58,7 @@ class Crowd:
 
     def put_on_disk(self, session: EngineSession, names: list[bytes]) -> None:
         for name in names:
-            answer = run_to_end(self.core.prepare_store(session, [name], StoreOptions(lease_seconds=60), now=0))
+            answer = run_to_end(self.core.prepare_store(session, [name], StoreSpec(lease_seconds=60), now=0))
             assert answer.store_id is not None
             run_to_end(self.core.complete_store(session, answer.store_id))
             self.run()
@@ -67,7 +67,7 @@ class Crowd:
         deadline = FAR if may_wait else 0.0
         seconds = 60 - self.now  # at the end of a turmoil all leases expire
         operation = self.core.lookup(
-            session, names, LookupOptions(lease_seconds=seconds, deadline=deadline), now=self.now, slice_keys=1000
+            session, names, LookupSpec(lease_seconds=seconds, deadline=deadline), now=self.now, slice_keys=1000
         )
         return Steps(operation, "lookup")
 
@@ -288,9 +288,9 @@ def test_lookups_after_a_withdrawal() -> None:
     rig = Rig()
     rig.session.withdraw(7)
     with pytest.raises(InvalidItem):
-        run_to_end(rig.core.lookup(rig.session, keys(1), LookupOptions(lease_seconds=60, grant_id=7), now=0))
+        run_to_end(rig.core.lookup(rig.session, keys(1), LookupSpec(lease_seconds=60, grant_id=7), now=0))
     with pytest.raises(InvalidItem):
-        run_to_end(rig.core.prepare_store(rig.session, keys(1), StoreOptions(lease_seconds=60, grant_id=7), now=0))
+        run_to_end(rig.core.prepare_store(rig.session, keys(1), StoreSpec(lease_seconds=60, grant_id=7), now=0))
 
 
 class Turmoil:

@@ -9,8 +9,8 @@ from simulation import ModelTier
 
 from kvtier.tiers.base import Medium, NamespaceId, Outcome, TierFilter
 from kvtier.tiers.core import secondary
+from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
-from kvtier.tiers.core.options import LookupOptions
 from kvtier.tiers.errors import InvalidItem
 from kvtier.tiers.types import KeyStatus
 
@@ -27,7 +27,7 @@ class Shared(ModelTier):
 
 def statuses(rig: Rig, names: list[bytes], *, prefix: bool = True) -> bytes:
     """Looks up, releases the lease, and returns the statuses."""
-    found = run_to_end(rig.core.lookup(rig.session, names, LookupOptions(prefix=prefix, lease_seconds=60), now=0))
+    found = run_to_end(rig.core.lookup(rig.session, names, LookupSpec(prefix=prefix, lease_seconds=60), now=0))
     if found.lease is not None:
         rig.core.release(rig.session, found.lease.id)
     return found.statuses()
@@ -48,7 +48,7 @@ def test_an_unanswered_query_is_retry() -> None:
     assert statuses(rig, keys(0)) == RETRY
     assert questions(rig) == []
     rig.core.lookup_finished(question.job_id, [True])
-    found = run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(lease_seconds=60), now=0))
+    found = run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=60), now=0))
     assert found.statuses() == PENDING
     [load] = [command for command in rig.core.take_commands() if isinstance(command, LoadFromTier)]
     rig.core.job_finished(load.job_id, [Outcome.DONE])
@@ -78,13 +78,13 @@ def test_tiers_are_used_in_order() -> None:
         rig = Rig(*tiers)
         rig.store_in_all_tiers(keys(0))
         assert (
-            run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(lease_seconds=60), now=0)).lease.sources
+            run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=60), now=0)).lease.sources
             == b"\0"
         )  # type: ignore[union-attr]
         rig.core.close_session(rig.session.id)
         rig.session = rig.open("again")
         rig.core.reset(rig.session)
-        lease = run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(lease_seconds=60), now=0)).lease
+        lease = run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=60), now=0)).lease
         assert lease.sources[0] == 1, "both have it: the first one is asked"
         assert rig.core.stats().tiers[source].name == "near"
 
@@ -134,7 +134,7 @@ def test_the_prefix_scan_continues_past_open_queries() -> None:
     rig = Rig(near, Shared("far", 1 << 20))
     rig.store_in_all_tiers(keys(0, 2))
     rig.core.reset(rig.session)
-    found = run_to_end(rig.core.lookup(rig.session, keys(0, 1, 2, 3), LookupOptions(lease_seconds=60), now=0))
+    found = run_to_end(rig.core.lookup(rig.session, keys(0, 1, 2, 3), LookupSpec(lease_seconds=60), now=0))
     assert found.statuses() == PENDING + RETRY * 3
     commands = rig.core.take_commands()
     [question] = [command for command in commands if isinstance(command, LookupInTier)]
@@ -194,7 +194,7 @@ def test_tiers_can_be_left_out(without: TierFilter, expected: bytes) -> None:
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store_in_all_tiers(keys(0))
     rig.core.reset(rig.session)
-    found = run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(lease_seconds=60, tiers=without), now=0))
+    found = run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=60, tiers=without), now=0))
     assert found.statuses() == expected
 
 
@@ -202,7 +202,7 @@ def test_a_remote_tier_can_be_left_out() -> None:
     """B3.15: by locality or medium; other keys are misses at once, and no query is sent."""
     rig = Rig(Shared("far", 1 << 20))
     for without in (TierFilter(remote=True), TierFilter(media=frozenset({Medium.NETWORK}))):
-        found = run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(lease_seconds=60, tiers=without), now=0))
+        found = run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=60, tiers=without), now=0))
         assert found.statuses() == MISS
         assert questions(rig) == []
     assert statuses(rig, keys(0)) == RETRY
@@ -217,9 +217,7 @@ def test_an_unknown_tier_cannot_be_left_out() -> None:
                 rig.core.lookup(
                     rig.session,
                     keys(0),
-                    LookupOptions(
-                        prefix=True, request_id="", lease_seconds=60, tiers=TierFilter(names=frozenset({name}))
-                    ),
+                    LookupSpec(prefix=True, request_id="", lease_seconds=60, tiers=TierFilter(names=frozenset({name}))),
                     now=0,
                 )
             )

@@ -12,8 +12,8 @@ from core_rig import Rig, keys
 from harness.operations import run_to_end
 
 from kvtier.tiers.base import NamespaceId, RequestInfo
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.leases import LEASE_COST, PENDING_COST
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.errors import InvalidNamespace, LimitExceeded
 from kvtier.tiers.eviction.queues import KEPT_QUEUES
 from kvtier.tiers.types import (
@@ -43,7 +43,7 @@ def use_sizes(rig: Rig, number: int) -> None:
     namespace = spec(number, *(PAGE * (1 + number * SIZES + size) for size in range(SIZES)))
     session = rig.core.open_session(b"%d" % number, f"engine {number}", None, namespace)
     wanted = [key_of(group) for group in range(SIZES)]
-    answer = run_to_end(rig.core.prepare_store(session, wanted, StoreOptions(lease_seconds=60), now=0))
+    answer = run_to_end(rig.core.prepare_store(session, wanted, StoreSpec(lease_seconds=60), now=0))
     assert answer.store_id is not None
     run_to_end(rig.core.complete_store(session, answer.store_id))
     rig.core.reset(session)
@@ -91,14 +91,12 @@ def test_the_end_of_a_request_costs_what_it_has_used(monkeypatch: pytest.MonkeyP
     rig = large_rig()
     session = rig.open("many sizes", spec(1, *(PAGE * size for size in range(1, SIZES + 1))))
     answer = run_to_end(
-        rig.core.prepare_store(
-            session, [key_of(group) for group in range(SIZES)], StoreOptions(lease_seconds=60), now=0
-        )
+        rig.core.prepare_store(session, [key_of(group) for group in range(SIZES)], StoreSpec(lease_seconds=60), now=0)
     )
     assert answer.store_id is not None
     run_to_end(rig.core.complete_store(session, answer.store_id))
     rig.store(keys(1))
-    run_to_end(rig.core.lookup(rig.session, keys(1), LookupOptions(request_id="request", lease_seconds=60), now=0))
+    run_to_end(rig.core.lookup(rig.session, keys(1), LookupSpec(request_id="request", lease_seconds=60), now=0))
     finishes = count_finishes(rig, monkeypatch)
     rig.core.finish_request(rig.session, "request")
     assert finishes["finish"] == 1
@@ -108,9 +106,7 @@ def test_a_block_returns_to_the_order_when_its_queue_was_dropped() -> None:
     """While a block is retained it is in no queue, so that its queue may be dropped."""
     rig = Rig(extents=4)
     queues = rig.core._cpu_tier.queues
-    answer = run_to_end(
-        rig.core.prepare_store(rig.session, keys(1), StoreOptions(lease_seconds=60, retain_for=5), now=0)
-    )
+    answer = run_to_end(rig.core.prepare_store(rig.session, keys(1), StoreSpec(lease_seconds=60, retain_for=5), now=0))
     assert answer.store_id is not None
     run_to_end(rig.core.complete_store(rig.session, answer.store_id))
     queues._drop_empty()
@@ -128,9 +124,7 @@ def test_requests_whose_queues_are_known_have_a_limit(monkeypatch: pytest.Monkey
     rig = Rig()
     rig.store(keys(1))
     for number in range(16):
-        run_to_end(
-            rig.core.lookup(rig.session, keys(1), LookupOptions(request_id=f"{number}", lease_seconds=60), now=0)
-        )
+        run_to_end(rig.core.lookup(rig.session, keys(1), LookupSpec(request_id=f"{number}", lease_seconds=60), now=0))
     assert len(rig.core._cpu_tier.queues._used_by) == 4
 
 
@@ -159,7 +153,7 @@ def test_the_offsets_of_a_block_are_small_beside_its_slots(world_size: int) -> N
     """One rank of many stores one byte: the list of offsets takes at most an eighth of its slot."""
     rig = Rig(extents=4)
     session = rig.core.open_session(b"wide", "wide", 0, spec(1, 1, world_size=world_size))
-    answer = run_to_end(rig.core.prepare_store(session, [key_of(0)], StoreOptions(lease_seconds=60), now=0))
+    answer = run_to_end(rig.core.prepare_store(session, [key_of(0)], StoreSpec(lease_seconds=60), now=0))
     assert answer.store_id is not None
     (block,) = rig.core.store(session, answer.store_id).blocks
     assert sys.getsizeof(block.slots) - sys.getsizeof(()) <= block.queue.share.used / 8
@@ -195,7 +189,7 @@ def test_leases_of_a_tenant_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
     namespace = NamespaceSpec(NamespaceId(b"another tenant".ljust(24)), 1, (PAGE,))
     other = rig.core.open_session(b"other", "other", None, namespace)
     for session in (mine[0], other):
-        answer = run_to_end(rig.core.prepare_store(session, [key_of(0)], StoreOptions(lease_seconds=60), now=0))
+        answer = run_to_end(rig.core.prepare_store(session, [key_of(0)], StoreSpec(lease_seconds=60), now=0))
         assert answer.store_id is not None
         run_to_end(rig.core.complete_store(session, answer.store_id))
     leases = [look_up(rig, session).lease for session in mine[:2]]
@@ -213,8 +207,8 @@ def test_leases_of_a_tenant_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_pending_items_of_a_tenant_cost_more() -> None:
     rig = Rig()
     writer = rig.open("writer")
-    answer = run_to_end(rig.core.prepare_store(writer, keys(1, 2), StoreOptions(lease_seconds=60), now=0))
-    look = run_to_end(rig.core.lookup(rig.session, keys(1, 2), LookupOptions(lease_seconds=60), now=0))
+    answer = run_to_end(rig.core.prepare_store(writer, keys(1, 2), StoreSpec(lease_seconds=60), now=0))
+    look = run_to_end(rig.core.lookup(rig.session, keys(1, 2), LookupSpec(lease_seconds=60), now=0))
     leases = rig.core._lookups.leases
     assert leases.items_of_tenant(rig.session.namespace.id) == LEASE_COST + 2 * (1 + PENDING_COST)
     assert answer.store_id is not None
@@ -226,16 +220,14 @@ def test_pending_items_of_a_tenant_cost_more() -> None:
 
 
 def look_up(rig: Rig, session: Any) -> Any:
-    return run_to_end(rig.core.lookup(session, [key_of(0)], LookupOptions(lease_seconds=60), now=0))
+    return run_to_end(rig.core.lookup(session, [key_of(0)], LookupSpec(lease_seconds=60), now=0))
 
 
 def waiting_requests(rig: Rig, wanted: Sequence[bytes], count: int) -> list[Any]:
     """Begins requests that wait for blocks which another engine writes, and finishes them."""
     table, requests = rig.core._requests, []
     writer = rig.open("writer")
-    assert (
-        run_to_end(rig.core.prepare_store(writer, wanted, StoreOptions(lease_seconds=60), now=0)).store_id is not None
-    )
+    assert run_to_end(rig.core.prepare_store(writer, wanted, StoreSpec(lease_seconds=60), now=0)).store_id is not None
     blocks = rig.core._cpu_tier.find_or_add(writer.namespace, wanted)
     for number in range(count):
         request = table.negotiate(rig.session, RequestInfo(f"{number}", rig.session.namespace.id))
@@ -275,16 +267,16 @@ def test_stores_of_a_tenant_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
     rig = Rig()
     for number in range(2):
         assert (
-            run_to_end(rig.core.prepare_store(rig.session, keys(number), StoreOptions(lease_seconds=5), now=0)).store_id
+            run_to_end(rig.core.prepare_store(rig.session, keys(number), StoreSpec(lease_seconds=5), now=0)).store_id
             is not None
         )
     with pytest.raises(LimitExceeded):
-        run_to_end(rig.core.prepare_store(rig.session, keys(3), StoreOptions(lease_seconds=5), now=0))
+        run_to_end(rig.core.prepare_store(rig.session, keys(3), StoreSpec(lease_seconds=5), now=0))
     rig.core.tick(6)
     while rig.core._stores._abandoned:
         rig.core.work()
     with pytest.raises(LimitExceeded):
-        run_to_end(rig.core.prepare_store(rig.session, keys(3), StoreOptions(lease_seconds=5), now=0))
+        run_to_end(rig.core.prepare_store(rig.session, keys(3), StoreSpec(lease_seconds=5), now=0))
     for writer in list(rig.session.writers):
         rig.core.writer_gone(rig.session.id, writer)
     assert rig.store(keys(3))
@@ -296,7 +288,7 @@ def test_pending_items_of_holds_cost_more() -> None:
     rig = Rig()
     table = rig.core.handoffs._table
     writer = rig.open("writer")
-    answer = run_to_end(rig.core.prepare_store(writer, keys(1, 2), StoreOptions(lease_seconds=60), now=0))
+    answer = run_to_end(rig.core.prepare_store(writer, keys(1, 2), StoreSpec(lease_seconds=60), now=0))
     for name, wanted in {"pending": keys(1, 2), "removed": keys(2)}.items():
         sizes = {"num_tokens": 16, "duration": 60.0, "now": 0.0}
         direction = HandoffDirection.PREFILL_TO_DECODE

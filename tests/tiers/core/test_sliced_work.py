@@ -9,9 +9,9 @@ from simulation import EXTENT
 
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core import cpu_tier, leases
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import ContinueWork
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.eviction import queues
 from kvtier.tiers.types import MissReason, NamespaceSpec
@@ -32,7 +32,7 @@ class Rig:
 
     def store(self, keys: list[bytes]) -> bytes:
         answer = run_to_end(
-            self.core.prepare_store(self.session, keys, StoreOptions(lease_seconds=60), now=0, slice_keys=len(keys))
+            self.core.prepare_store(self.session, keys, StoreSpec(lease_seconds=60), now=0, slice_keys=len(keys))
         )
         if answer.store_id is not None:
             run_to_end(self.core.complete_store(self.session, answer.store_id, slice_blocks=len(keys)))
@@ -41,7 +41,7 @@ class Rig:
     def hits(self, keys: list[bytes]) -> int:
         """Returns the number of hits; the lease is released at once."""
         lease = run_to_end(
-            self.core.lookup(self.session, keys, LookupOptions(prefix=False, lease_seconds=60), now=0)
+            self.core.lookup(self.session, keys, LookupSpec(prefix=False, lease_seconds=60), now=0)
         ).lease
         if lease is None:
             return 0
@@ -68,9 +68,7 @@ def test_a_large_reset_runs_in_slices() -> None:
     rig = Rig(MANY + 1000)
     for first in range(0, MANY, 8192):
         rig.store(names(first, min(8192, MANY - first)))
-    being_written = run_to_end(
-        rig.core.prepare_store(rig.session, names(MANY, 10), StoreOptions(lease_seconds=60), now=0)
-    )
+    being_written = run_to_end(rig.core.prepare_store(rig.session, names(MANY, 10), StoreSpec(lease_seconds=60), now=0))
     before = rig.used
     waited_for = rig.core.reset(rig.session)
     assert rig.used == before - cpu_tier.SLICE + 10, "a slice at once, except blocks that are being written"
@@ -98,7 +96,7 @@ def test_between_slices_a_block_is_freed_with_its_last_pin() -> None:
     """B4.13: a block that the reset has not reached is freed once, when its reader is done."""
     rig = Rig(2 * cpu_tier.SLICE)
     rig.store(names(0, 2 * cpu_tier.SLICE))
-    lease = run_to_end(rig.core.lookup(rig.session, names(0, 8), LookupOptions(lease_seconds=60), now=0)).lease
+    lease = run_to_end(rig.core.lookup(rig.session, names(0, 8), LookupSpec(lease_seconds=60), now=0)).lease
     left = rig.core.reset(rig.session)
     assert left == cpu_tier.SLICE
     rig.core.release(rig.session, lease.id)
@@ -127,7 +125,7 @@ def test_pins_of_an_ended_session_are_dropped_in_slices(monkeypatch: pytest.Monk
     rig = Rig(1000)
     rig.store(names(0, 1000))
     for first in range(0, 1000, 50):
-        run_to_end(rig.core.lookup(rig.session, names(first, 50), LookupOptions(lease_seconds=60), now=0))
+        run_to_end(rig.core.lookup(rig.session, names(first, 50), LookupSpec(lease_seconds=60), now=0))
     other = rig.core.open_session(b"t", "other", 0, rig.session.namespace)
     rig.core.close_session(rig.session.id)
     rig.session = other
@@ -159,7 +157,7 @@ def test_a_failed_slice_does_not_stop_others(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(leases, "SLICE", 100)
     rig = Rig(2000)
     rig.store(names(0, 2000))
-    run_to_end(rig.core.lookup(rig.session, names(0, 1000), LookupOptions(lease_seconds=60), now=0))
+    run_to_end(rig.core.lookup(rig.session, names(0, 1000), LookupSpec(lease_seconds=60), now=0))
     other = rig.core.open_session(b"t", "other", 0, rig.session.namespace)
     rig.core.close_session(rig.session.id)
     rig.session = other

@@ -6,15 +6,15 @@ from harness.operations import Steps, run_to_end
 from simulation import ModelTier
 
 from kvtier.tiers.base import RequestInfo
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.in_flight_stores import Store
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.types import StoreAnswer, StoreId
 
 FAR = 1e9
 
 
 def begin(rig: Rig, names: list[bytes], most: int, *, request_id: str = "") -> Steps[StoreAnswer]:
-    options = StoreOptions(request_id=request_id, lease_seconds=FAR)
+    options = StoreSpec(request_id=request_id, lease_seconds=FAR)
     return Steps(rig.core.prepare_store(rig.session, names, options, now=0, slice_keys=most))
 
 
@@ -130,7 +130,7 @@ def test_a_long_store_of_a_lost_client_ends_in_slices(
     assert store_id is not None
     reader = rig.open("reader")
     lease = run_to_end(
-        core.lookup(reader, keys(*range(10)), LookupOptions(prefix=False, lease_seconds=4 * FAR), now=0)
+        core.lookup(reader, keys(*range(10)), LookupSpec(prefix=False, lease_seconds=4 * FAR), now=0)
     ).lease
     assert lease is not None
     assert lease.pending == 10

@@ -5,7 +5,7 @@ from harness.operations import run_to_end
 from simulation import ModelTier
 from tenants import PAGE, ROOMY, Rig, keys, spec
 
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.settings import CPU_TIER
 from kvtier.tiers.types import KeyStatus, MissReason
 
@@ -74,7 +74,7 @@ def test_leased_and_retained_blocks_do_not_expire() -> None:
     rig = Rig(ttl={CPU_TIER: 60})
     rig.store("alice", range(4))
     rig.look_up("alice", [3], retain_for=100)
-    held = run_to_end(rig.core.lookup(rig.session(spec("alice")), keys([0]), LookupOptions(lease_seconds=1e9), now=0))
+    held = run_to_end(rig.core.lookup(rig.session(spec("alice")), keys([0]), LookupSpec(lease_seconds=1e9), now=0))
     rig.tick(70)
     assert rig.visible("alice") == set(keys([0, 3]))
     rig.core.release(rig.session(spec("alice")), held.lease.id)
@@ -87,14 +87,14 @@ def test_blocks_of_running_jobs_do_not_expire() -> None:
     near = ModelTier("near", ROOMY)
     rig = Rig(tiers=[near], ttl={CPU_TIER: 60, "near": 60})
     session = rig.session(spec("alice"))
-    answer = run_to_end(rig.core.prepare_store(session, keys([0]), StoreOptions(lease_seconds=1e9), now=0))
+    answer = run_to_end(rig.core.prepare_store(session, keys([0]), StoreSpec(lease_seconds=1e9), now=0))
     run_to_end(rig.core.complete_store(session, answer.store_id))
     rig.core.tick(61)
     rig.core.tick(122)
     rig.work()
     assert (len(near.blocks), rig.visible("alice")) == (1, set(keys([0])))
     rig.core.reset(session)
-    found = run_to_end(rig.core.lookup(session, keys([0]), LookupOptions(lease_seconds=1e9), now=0))
+    found = run_to_end(rig.core.lookup(session, keys([0]), LookupSpec(lease_seconds=1e9), now=0))
     assert found.lease is not None
     rig.core.tick(190)
     rig.core.tick(260)

@@ -6,9 +6,9 @@ from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import OffloadPolicy, RequestInfo, Vote
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import StoreInTier
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.eviction.admission import SecondUse
 from kvtier.tiers.types import DurableStatus, MissReason
@@ -31,14 +31,14 @@ class FilteringRig(Rig):
 
     def store_for(self, request_id: str, names: list[bytes]) -> None:
         answer = run_to_end(
-            self.core.prepare_store(self.session, names, StoreOptions(request_id=request_id, lease_seconds=60), now=0)
+            self.core.prepare_store(self.session, names, StoreSpec(request_id=request_id, lease_seconds=60), now=0)
         )
         assert answer.statuses == GRANTED * len(names)
         run_to_end(self.core.complete_store(self.session, answer.store_id))
 
     def look_up_for(self, request_id: str, names: list[bytes]) -> None:
         lease = run_to_end(
-            self.core.lookup(self.session, names, LookupOptions(request_id=request_id, lease_seconds=60), now=0)
+            self.core.lookup(self.session, names, LookupSpec(request_id=request_id, lease_seconds=60), now=0)
         ).lease
         if lease is not None:
             self.core.release(self.session, lease.id)
@@ -110,7 +110,7 @@ def test_a_miss_of_a_filtered_block_is_a_policy_miss() -> None:
     rig.store_for("r1", keys(0))
     for start in (100, 200):
         rig.store_for(f"s{start}", keys(*range(start, start + 16)))
-    run_to_end(rig.core.lookup(rig.session, keys(0), LookupOptions(request_id="late", lease_seconds=60), now=0))
+    run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(request_id="late", lease_seconds=60), now=0))
     [record] = rig.core.explain("late")
     assert [span.outcome for span in record.lookups[-1].outcomes()] == [MissReason.POLICY]
 

@@ -10,8 +10,8 @@ from simulation import EXTENT, ModelTier
 from tenants import PAGE, ROOMY, Rig, keys, spec, tenant
 
 from kvtier.tiers.core.block import Block
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.catalog import Catalog, CatalogEntry, EntryState
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.core.settings import CPU_TIER
 from kvtier.tiers.eviction import LRU
 from kvtier.tiers.eviction.queues import EvictionQueues
@@ -93,9 +93,9 @@ def test_a_tenant_without_evictable_blocks_is_searched_once(monkeypatch: pytest.
     alice = spec("alice")
     session, tier = rig.session(alice), rig.core._cpu_tier
     rig.store("alice", range(8), retain_for=5.0 if unpinned == "retention" else 0.0)
-    lease = run_to_end(rig.core.lookup(session, keys(range(8)), LookupOptions(lease_seconds=1e9), now=0)).lease
+    lease = run_to_end(rig.core.lookup(session, keys(range(8)), LookupSpec(lease_seconds=1e9), now=0)).lease
     pending = run_to_end(
-        rig.core.prepare_store(session, keys(range(8, 16)), StoreOptions(lease_seconds=1e9), now=0)
+        rig.core.prepare_store(session, keys(range(8, 16)), StoreSpec(lease_seconds=1e9), now=0)
     ).store_id
     assert lease is not None
     assert pending is not None
@@ -111,7 +111,7 @@ def test_a_tenant_without_evictable_blocks_is_searched_once(monkeypatch: pytest.
     no_room = bytes([StoreStatus.NO_ROOM])
     for number in range(100, 120):
         assert (
-            run_to_end(rig.core.prepare_store(session, keys([number]), StoreOptions(lease_seconds=1e9), now=0)).statuses
+            run_to_end(rig.core.prepare_store(session, keys([number]), StoreSpec(lease_seconds=1e9), now=0)).statuses
             == no_room
         )
     assert len(searches) == 1
@@ -121,7 +121,7 @@ def test_a_tenant_without_evictable_blocks_is_searched_once(monkeypatch: pytest.
         rig.core.tick(6.0)
     else:
         run_to_end(rig.core.complete_store(session, pending, range(8) if unpinned == "failed store" else ()))
-    answer = run_to_end(rig.core.prepare_store(session, keys(range(200, 204)), StoreOptions(lease_seconds=1e9), now=0))
+    answer = run_to_end(rig.core.prepare_store(session, keys(range(200, 204)), StoreSpec(lease_seconds=1e9), now=0))
     assert answer.statuses == bytes([StoreStatus.GRANTED]) * 4
 
 
@@ -145,9 +145,7 @@ def test_a_promotion_uses_the_readers_quota() -> None:
     rig.store("bob", range(64))
     rig.store("alice", range(32))
     lease = run_to_end(
-        rig.core.lookup(
-            rig.session(spec("bob")), keys(range(64)), LookupOptions(prefix=False, lease_seconds=1e9), now=0
-        )
+        rig.core.lookup(rig.session(spec("bob")), keys(range(64)), LookupSpec(prefix=False, lease_seconds=1e9), now=0)
     )
     rig.work()
     assert lease is not None
@@ -207,7 +205,7 @@ def test_each_rank_counts_a_slot() -> None:
     rig = Rig(tenant("alice", quota=2 * EXTENT))
     wide = spec("alice", world_size=2)
     session = rig.session(wide)
-    answer = run_to_end(rig.core.prepare_store(session, keys(range(4)), StoreOptions(lease_seconds=1e9), now=0))
+    answer = run_to_end(rig.core.prepare_store(session, keys(range(4)), StoreSpec(lease_seconds=1e9), now=0))
     assert rig.share("alice").used == 4 * PAGE
     run_to_end(rig.core.complete_store(session, answer.store_id, failed=[0]))
     assert rig.share("alice").used == 3 * PAGE
@@ -218,11 +216,11 @@ def test_slots_in_quarantine_count_for_their_tenant() -> None:
     rig = Rig(tenant("alice", limit=EXTENT))
     session = rig.session(spec("alice"))
     rig.core.writer_attached(session.id, 7)
-    run_to_end(rig.core.prepare_store(session, keys(range(16)), StoreOptions(lease_seconds=1e9), now=0))
+    run_to_end(rig.core.prepare_store(session, keys(range(16)), StoreSpec(lease_seconds=1e9), now=0))
     rig.core.close_session(session.id)
     rig.sessions.clear()
     assert run_to_end(
-        rig.core.prepare_store(rig.session(spec("alice")), keys(range(16, 20)), StoreOptions(lease_seconds=1e9), now=0)
+        rig.core.prepare_store(rig.session(spec("alice")), keys(range(16, 20)), StoreSpec(lease_seconds=1e9), now=0)
     ).statuses == bytes([StoreStatus.NO_ROOM] * 4)
     rig.core.writer_gone(session.id, 7)
     assert rig.share("alice").used == 0
@@ -288,7 +286,7 @@ def test_random_floods_never_break_a_quota(
 def _act(rig: Rig, held: list[tuple[EngineSession, int]], who: str, what: str, names: list[bytes]) -> None:
     session = rig.session(spec(who))
     if what == "store":
-        answer = run_to_end(rig.core.prepare_store(session, names, StoreOptions(lease_seconds=1e9), now=0))
+        answer = run_to_end(rig.core.prepare_store(session, names, StoreSpec(lease_seconds=1e9), now=0))
         if answer.store_id is not None:
             run_to_end(rig.core.complete_store(session, answer.store_id))
     elif what == "release":
@@ -296,7 +294,7 @@ def _act(rig: Rig, held: list[tuple[EngineSession, int]], who: str, what: str, n
             owner, lease_id = held.pop()
             rig.core.release(owner, lease_id)
     else:
-        lease = run_to_end(rig.core.lookup(session, names, LookupOptions(prefix=False, lease_seconds=1e9), now=0)).lease
+        lease = run_to_end(rig.core.lookup(session, names, LookupSpec(prefix=False, lease_seconds=1e9), now=0)).lease
         if lease is not None:
             held.append((session, lease.id))
             if what == "look":

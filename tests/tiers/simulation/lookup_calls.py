@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from kvtier.tiers.core.block import Block
+from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import Waiter
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.leases import RunningLookup as State
 from kvtier.tiers.core.operations import Operation
-from kvtier.tiers.core.options import LookupOptions
 from kvtier.tiers.negotiation import TierFilter
 from kvtier.tiers.types import KeyStatus, MissReason, tenant_of
 
@@ -53,7 +53,7 @@ class Lookup(Call):
         operation = core.lookup(
             self.session,
             self.keys,
-            LookupOptions(
+            LookupSpec(
                 request_id=self.request_id,
                 prefix=prefix,
                 lease_seconds=self.seconds,
@@ -204,8 +204,8 @@ class Lookup(Call):
         if resetting:
             self.world.saw("lookups during a reset")
             must(Invariant.RESET, not any(items), "a lookup has hits during a reset")
-        elif not is_broken and not (lookup.options.prefix and lookup.options.min_hits):
-            seen = statuses.find(KeyStatus.MISS) + 1 if lookup.options.prefix else 0
+        elif not is_broken and not (lookup.spec.prefix and lookup.spec.min_hits):
+            seen = statuses.find(KeyStatus.MISS) + 1 if lookup.spec.prefix else 0
             for position, key in enumerate(keys[: seen or len(keys)], start):
                 block = inside.block(self.world.core, namespace, key)
                 if block is not None and block.ready and statuses[position - start] != KeyStatus.HIT:
@@ -282,9 +282,9 @@ class Lookup(Call):
         if self.request_id and self.slices == 1:
             (known,) = [r for r in self.world.core.explain(self.request_id) if r.engine == self.session.engine]
             must(Invariant.FOUND, known.lookups[-1] is lookup.record, "a lookup that is not explained")
-        if lookup.options.prefix and lookup.options.min_hits and not lookup.retries:
-            enough = not self.found or self.found >= lookup.options.min_hits or lookup.lease is None
-            must(Invariant.FOUND, enough, f"{self.found} hits, fewer than {lookup.options.min_hits}")
+        if lookup.spec.prefix and lookup.spec.min_hits and not lookup.retries:
+            enough = not self.found or self.found >= lookup.spec.min_hits or lookup.lease is None
+            must(Invariant.FOUND, enough, f"{self.found} hits, fewer than {lookup.spec.min_hits}")
         self.world.saw("prefixes too short", MissReason.BELOW_THRESHOLD in outcomes)
         self.world.saw("lookups deferred", KeyStatus.RETRY in statuses)
         self.world.saw("hits while pending", KeyStatus.HIT_PENDING in statuses)
@@ -313,7 +313,7 @@ class Prefetch(Lookup):
         return self.world.core.prefetch(
             self.session,
             self.keys,
-            LookupOptions(request_id=self.request_id, tiers=self.tiers, retain_for=self.actors.retain_for()),
+            LookupSpec(request_id=self.request_id, tiers=self.tiers, retain_for=self.actors.retain_for()),
             now=self.world.now,
             slice_keys=self.size,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvtier.tiers import errors
-from kvtier.tiers.core.options import LookupOptions
+from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.negotiation import TierFilter
 
 from .actors import HOLD_SECONDS, Actors
@@ -57,7 +57,7 @@ class Readers(Actors):
             self.world.refused(
                 errors.InvalidItem,
                 lambda: core.lookup(
-                    client.session, keys, LookupOptions(request_id="r1", lease_seconds=0, tiers=tiers), now=0
+                    client.session, keys, LookupSpec(request_id="r1", lease_seconds=0, tiers=tiers), now=0
                 ),
             )
 

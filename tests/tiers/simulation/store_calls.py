@@ -6,10 +6,10 @@ from collections.abc import Collection
 from typing import Any, ClassVar
 
 from kvtier.tiers import errors
+from kvtier.tiers.core.call_specs import StoreSpec
 from kvtier.tiers.core.conversations import Conversation
 from kvtier.tiers.core.in_flight_stores import Preparation as State
 from kvtier.tiers.core.operations import Operation
-from kvtier.tiers.core.options import StoreOptions
 from kvtier.tiers.types import EngineSession, StoreStatus
 
 from . import inspect as inside
@@ -45,7 +45,7 @@ class Preparation(Call):
         return self.world.core.prepare_store(
             self.session,
             self.keys,
-            StoreOptions(request_id=self.request_id, lease_seconds=self.seconds, retain_for=self.retain_for),
+            StoreSpec(request_id=self.request_id, lease_seconds=self.seconds, retain_for=self.retain_for),
             now=self.world.now,
             slice_keys=self.size,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from kvtier.tiers import errors
-from kvtier.tiers.core.options import StoreOptions
+from kvtier.tiers.core.call_specs import StoreSpec
 from kvtier.tiers.types import DurableStatus, EngineSession
 
 from . import inspect as inside
@@ -50,7 +50,7 @@ class Writers(Actors):
     def _prepare(self, session: EngineSession, keys: list[bytes]) -> None:
         next(
             self.world.core.prepare_store(
-                session, keys, StoreOptions(request_id=self.rng.choice(REQUESTS), lease_seconds=0), now=0
+                session, keys, StoreSpec(request_id=self.rng.choice(REQUESTS), lease_seconds=0), now=0
             )
         )
 

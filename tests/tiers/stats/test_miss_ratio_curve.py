@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from simulation import ModelTier
 
 from kvtier.tiers.base import NamespaceId, RequestInfo
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.options import LookupOptions, StoreOptions
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.stats.miss_ratio_curve import SCALES, MissRatioCurves, ReuseDistanceSampler
 from kvtier.tiers.stats.request_log import OutcomeRun
@@ -229,14 +229,12 @@ def replay(capacity: int, requests: Sequence[Sequence[int]], key_of: Callable[[i
         keys, request_id = [key_of(block) for block in blocks], f"{number}"
         core.begin_request(session, RequestInfo(request_id, NAMESPACE))
         lease = run_to_end(
-            core.lookup(session, keys, LookupOptions(request_id=request_id, lease_seconds=FOREVER), now=0)
+            core.lookup(session, keys, LookupSpec(request_id=request_id, lease_seconds=FOREVER), now=0)
         ).lease
         hits = len(lease.items) if lease is not None else 0
         if hits < len(keys):
             answer = run_to_end(
-                core.prepare_store(
-                    session, keys[hits:], StoreOptions(request_id=request_id, lease_seconds=FOREVER), now=0
-                )
+                core.prepare_store(session, keys[hits:], StoreSpec(request_id=request_id, lease_seconds=FOREVER), now=0)
             )
             if answer.store_id is not None:
                 run_to_end(core.complete_store(session, answer.store_id))
@@ -290,7 +288,7 @@ class TestInTheCore:
         rig.store(names)
         for _ in range(600):
             found = run_to_end(
-                rig.core.lookup(rig.session, names, LookupOptions(request_id="r", lease_seconds=1e9), now=0)
+                rig.core.lookup(rig.session, names, LookupSpec(request_id="r", lease_seconds=1e9), now=0)
             )
             rig.core.release(rig.session, found.lease.id)
         for tier in rig.core.stats().tiers:
@@ -302,7 +300,7 @@ class TestInTheCore:
         session = core.open_session(b"s", "engine", 0, SPEC)
         for _ in range(100):
             run_to_end(
-                core.lookup(session, [digest(number) for number in range(64)], LookupOptions(lease_seconds=1), now=0)
+                core.lookup(session, [digest(number) for number in range(64)], LookupSpec(lease_seconds=1), now=0)
             )
         assert core.stats().lookup_keys == 6400
         assert core.stats().tiers[0].estimates == ()

@@ -1,4 +1,4 @@
-"""Options of the core's operations: one frozen object per operation, which a service makes."""
+"""What a service asks of a lookup or store of the core: one frozen object per operation."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from ..base import TierFilter
 
-__all__ = ["LookupOptions", "StoreOptions"]
+__all__ = ["LookupSpec", "StoreSpec"]
 
 _ALL_TIERS = TierFilter()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreOptions:
-    """Options of the begin of a store.
+class StoreSpec:
+    """Options of the begin of a store, as the core takes them.
 
     Attributes:
         request_id: the request that stores; empty for none.
@@ -31,8 +31,8 @@ class StoreOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LookupOptions(StoreOptions):
-    """Options of a lookup. Those of a prefetch are the same; it has no lease.
+class LookupSpec(StoreSpec):
+    """Options of a lookup, as the core takes them. A prefetch takes the same, but has no lease.
 
     Attributes:
         prefix: whether every key after the first miss is a miss.
