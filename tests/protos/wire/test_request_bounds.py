@@ -36,6 +36,7 @@ from kvtier.tiers.types import MAX_GROUPS, MAX_WITHDRAWN
 
 LIMITS = LimitConfig(max_keys=40, max_key_bytes=300, max_frame_bytes=4096)
 """Small limits, so that a list that is too long is made quickly. Keys may have a long length."""
+SMALL, DEFAULT = RequestBounds(LIMITS), RequestBounds(LimitConfig())
 MODULES = (session_pb2, cache_pb2, transfer_pb2, handoff_pb2, events_pb2, conversation_pb2, admin_pb2)
 METHODS = {
     f"{service.name}/{method.name}": method.input_type
@@ -117,7 +118,7 @@ def field_named(name: str) -> FieldDescriptor:
 
 def refusal_of_request(method: str, message: bytes) -> OutOfBounds | None:
     try:
-        RequestBounds(LIMITS).check(method, message)
+        SMALL.check(method, message)
     except OutOfBounds as error:
         return error
     return None
@@ -239,8 +240,7 @@ def test_valid_messages_pass() -> None:
 
 def test_largest_requests_of_methods() -> None:
     """Only calls with long lists may have large requests."""
-    bounds = RequestBounds(LimitConfig())
-    large = {method for method in METHODS if bounds.size_refusal(method, 64 << 10) is None}
+    large = {method for method in METHODS if DEFAULT.size_refusal(method, 64 << 10) is None}
     small = {"Capabilities", "CompleteLoad", "FinishRequest", "Reset", "Locate", "UnregisterDeviceBuffers"}
     small |= {"GetStatus", "ListLeases", "ListHandoffs", "ExplainRequest", "Drain"}
     assert {method.split("/")[1] for method in METHODS.keys() - large} >= small
@@ -248,15 +248,21 @@ def test_largest_requests_of_methods() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_large_requests_are_refused_before_they_are_read(method: str) -> None:
-    """The reason is that of the method's largest fields, also if the bytes are no message."""
+    """The reason is that of the method's largest fields, if the first 64 fields are in bounds."""
     keyed = {"Lookup", "BeginRequest", "Prefetch", "PrepareStore", "Flush", "PublishHold", "DescribeBlocks"}
     reasons = dict.fromkeys((*keyed, "ActOnConversation"), "TOO_MANY_KEYS")
     reasons |= {"Push": "WRONG_SIZE", "Open": "INVALID_NAMESPACE"}
-    bounds = RequestBounds(LimitConfig())
-    size = next(2**power for power in range(30) if bounds.size_refusal(method, 2**power))
+    size = next(2**power for power in range(30) if DEFAULT.size_refusal(method, 2**power))
     with pytest.raises(OutOfBounds, match=f"{size} bytes; the limit is") as refused:
-        bounds.check(method, b"\xff" * size)
+        DEFAULT.check(method, b"\xf8\x07\x00" * (size // 3) + b"\x00" * (size % 3))
     assert refused.value.reason == reasons.get(method.split("/")[1], "INVALID_ARGUMENT")
+    with pytest.raises(OutOfBounds):
+        DEFAULT.check(method, b"\xff" * size)
+    if session := METHODS[method].fields_by_name.get("session"):
+        large = serialized([session, session.message_type.fields_by_name["session_id"]], bytes(size))
+        with pytest.raises(OutOfBounds, match=r"SessionRef\.session_id") as refused:
+            DEFAULT.check(method, large)
+        assert refused.value.reason == "UNKNOWN_SESSION"
 
 
 def test_requests_have_few_fields() -> None:
@@ -269,11 +275,10 @@ def test_requests_have_few_fields() -> None:
     refusal = refusal_of_request("HandoffService/RenewHolds", data)
     assert refusal.reason == "INVALID_ARGUMENT"
     assert "8192 fields" in str(refusal)
-    limits = LimitConfig(max_keys=65536)
     packed = handoff_pb2.PublishHoldRequest(positions=range(65536)).SerializeToString()
-    RequestBounds(limits).check("HandoffService/PublishHold", packed)
+    DEFAULT.check("HandoffService/PublishHold", packed)
     with pytest.raises(OutOfBounds, match="8192 fields"):  # as a list that is not packed
-        RequestBounds(limits).check("HandoffService/PublishHold", b"\x28\x01" * 65536)
+        DEFAULT.check("HandoffService/PublishHold", b"\x28\x01" * 65536)
 
 
 def test_refusals_name_field_and_bound(tmp_path_factory: pytest.TempPathFactory) -> None:
