@@ -60,6 +60,8 @@ def check_form(packed: PackedKeys) -> None:
         raise ValueError(f"{len(keys)} bytes are not a multiple of the key length {key_bytes}")
     if len(lengths) % _LENGTH_BYTES:
         raise ValueError(f"lengths: {len(lengths)} bytes, but each length has {_LENGTH_BYTES}")
+    if keys and not key_bytes and not lengths:
+        raise ValueError(f"{len(keys)} bytes of keys without key_bytes or lengths")
 
 
 def slices_of_keys(packed: PackedKeys, most: int) -> Iterator[tuple[bytes, list[bytes]]]:

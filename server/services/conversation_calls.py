@@ -97,6 +97,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         self, request: conversation_pb2.ActOnConversationRequest, context: grpc.aio.ServicerContext
     ) -> conversation_pb2.ActOnConversationResponse:
         self._sessions.refuse_if_draining()
+        self._validator.check_keys(request.keys)
         if bool(request.conversation_id) + bool(request.last_key) + bool(count_keys(request.keys)) != 1:
             raise Refused("INVALID_ARGUMENT", "give exactly one of conversation_id, last_key and keys")
         if request.action not in (_RETAIN, _PREFETCH, _PIN, _UNPIN, *_PLAIN):
