@@ -24,7 +24,7 @@ from .base import Base
 
 __all__ = ["HandoffOperations"]
 
-_HOLDS_PER_CALL = 4096
+_HOLDS_PER_CALL = 1024
 """Maximum number of holds in one call; servers refuse calls with more."""
 
 

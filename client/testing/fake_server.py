@@ -308,7 +308,7 @@ class FakeServer:
         end, unreceived = 0, list[int]()
         for number, (name, size) in enumerate(zip(store.names, store.sizes, strict=True)):
             end += size
-            if request.abort or store.is_reset or number in request.failed_items:
+            if store.is_reset or number in request.failed_items:
                 continue
             if 1 in store.missing[end - size : end]:
                 unreceived.append(number)

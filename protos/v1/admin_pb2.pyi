@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from . import bounds_pb2 as _bounds_pb2
 from . import cache_pb2 as _cache_pb2
 from . import common_pb2 as _common_pb2
 from . import handoff_pb2 as _handoff_pb2

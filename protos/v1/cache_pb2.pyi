@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from . import bounds_pb2 as _bounds_pb2
 from . import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -292,16 +293,14 @@ class PrepareStoreResponse(_message.Message):
     def __init__(self, store_id: _Optional[int] = ..., statuses: _Optional[bytes] = ..., slot_offsets: _Optional[bytes] = ..., not_retained_blocks: _Optional[int] = ...) -> None: ...
 
 class CompleteStoreRequest(_message.Message):
-    __slots__ = ("session", "store_id", "failed_items", "abort")
+    __slots__ = ("session", "store_id", "failed_items")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
     FAILED_ITEMS_FIELD_NUMBER: _ClassVar[int]
-    ABORT_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     store_id: int
     failed_items: _containers.RepeatedScalarFieldContainer[int]
-    abort: bool
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., store_id: _Optional[int] = ..., failed_items: _Optional[_Iterable[int]] = ..., abort: bool = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., store_id: _Optional[int] = ..., failed_items: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CompleteStoreResponse(_message.Message):
     __slots__ = ("failed_items",)

@@ -22,33 +22,58 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from . import bounds_pb2 as kvtier_dot_v1_dot_bounds__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/common.proto\x12\tkvtier.v1\"/\n\nSessionRef\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\"\x93\x02\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x13\n\x0bhash_scheme\x18\x05 \x01(\t\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12 \n\x06groups\x18\x07 \x03(\x0b\x32\x10.kvtier.v1.Group\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x38\n\nattributes\x18\t \x03(\x0b\x32$.kvtier.v1.Namespace.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"c\n\x05Group\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kvtier.v1.GroupKind\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x12\n\npart_bytes\x18\x04 \x01(\x04\">\n\nPackedKeys\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x11\n\tkey_bytes\x18\x02 \x01(\r\x12\x0f\n\x07lengths\x18\x03 \x01(\x0c*{\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19GROUP_KIND_FULL_ATTENTION\x10\x01\x12\x1d\n\x19GROUP_KIND_SLIDING_WINDOW\x10\x02\x12\x14\n\x10GROUP_KIND_STATE\x10\x03*\x82\x01\n\tKeyStatus\x12\x1a\n\x16KEY_STATUS_UNSPECIFIED\x10\x00\x12\x12\n\x0eKEY_STATUS_HIT\x10\x01\x12\x13\n\x0fKEY_STATUS_MISS\x10\x02\x12\x1a\n\x16KEY_STATUS_HIT_PENDING\x10\x03\x12\x14\n\x10KEY_STATUS_RETRY\x10\x04*\x97\x01\n\x0bStoreStatus\x12\x1c\n\x18STORE_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14STORE_STATUS_GRANTED\x10\x01\x12\x18\n\x14STORE_STATUS_PRESENT\x10\x02\x12\x1c\n\x18STORE_STATUS_IN_PROGRESS\x10\x03\x12\x18\n\x14STORE_STATUS_NO_ROOM\x10\x04*\x84\x01\n\rDurableStatus\x12\x1e\n\x1a\x44URABLE_STATUS_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x44URABLE_STATUS_DURABLE\x10\x01\x12\x1a\n\x16\x44URABLE_STATUS_PENDING\x10\x02\x12\x1b\n\x17\x44URABLE_STATUS_VOLATILE\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/common.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/bounds.proto\"9\n\nSessionRef\x12\x1c\n\nsession_id\x18\x01 \x01(\x0c\x42\x08\x8a\xb5\x18\x04\x10@0\x05\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\"\xef\x02\n\tNamespace\x12\x18\n\x05model\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80 0\x04\x12\x1b\n\x08revision\x18\x02 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80 0\x04\x12\x18\n\x05\x64type\x18\x03 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80 0\x04\x12\x19\n\x06layout\x18\x04 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80 0\x04\x12\x1e\n\x0bhash_scheme\x18\x05 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80 0\x04\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12+\n\x06groups\x18\x07 \x03(\x0b\x32\x10.kvtier.v1.GroupB\t\x8a\xb5\x18\x05 \x80\x02\x30\x04\x12\x19\n\x06tenant\x18\x08 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80 0\x04\x12G\n\nattributes\x18\t \x03(\x0b\x32$.kvtier.v1.Namespace.AttributesEntryB\r\x8a\xb5\x18\t\x08\x80\x80\x04 \x80\x08\x30\x04\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"n\n\x05Group\x12\x17\n\x04name\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80 0\x04\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kvtier.v1.GroupKind\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x12\n\npart_bytes\x18\x04 \x01(\x04\"R\n\nPackedKeys\x12\x16\n\x04keys\x18\x01 \x01(\x0c\x42\x08\x8a\xb5\x18\x04\x18\x04\x30\x02\x12\x11\n\tkey_bytes\x18\x02 \x01(\r\x12\x19\n\x07lengths\x18\x03 \x01(\x0c\x42\x08\x8a\xb5\x18\x04\x18\x05\x30\x02*{\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19GROUP_KIND_FULL_ATTENTION\x10\x01\x12\x1d\n\x19GROUP_KIND_SLIDING_WINDOW\x10\x02\x12\x14\n\x10GROUP_KIND_STATE\x10\x03*\x82\x01\n\tKeyStatus\x12\x1a\n\x16KEY_STATUS_UNSPECIFIED\x10\x00\x12\x12\n\x0eKEY_STATUS_HIT\x10\x01\x12\x13\n\x0fKEY_STATUS_MISS\x10\x02\x12\x1a\n\x16KEY_STATUS_HIT_PENDING\x10\x03\x12\x14\n\x10KEY_STATUS_RETRY\x10\x04*\x97\x01\n\x0bStoreStatus\x12\x1c\n\x18STORE_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14STORE_STATUS_GRANTED\x10\x01\x12\x18\n\x14STORE_STATUS_PRESENT\x10\x02\x12\x1c\n\x18STORE_STATUS_IN_PROGRESS\x10\x03\x12\x18\n\x14STORE_STATUS_NO_ROOM\x10\x04*\x84\x01\n\rDurableStatus\x12\x1e\n\x1a\x44URABLE_STATUS_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x44URABLE_STATUS_DURABLE\x10\x01\x12\x1a\n\x16\x44URABLE_STATUS_PENDING\x10\x02\x12\x1b\n\x17\x44URABLE_STATUS_VOLATILE\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SESSIONREF'].fields_by_name['session_id']._loaded_options = None
+  _globals['_SESSIONREF'].fields_by_name['session_id']._serialized_options = b'\212\265\030\004\020@0\005'
   _globals['_NAMESPACE_ATTRIBUTESENTRY']._loaded_options = None
   _globals['_NAMESPACE_ATTRIBUTESENTRY']._serialized_options = b'8\001'
-  _globals['_GROUPKIND']._serialized_start=529
-  _globals['_GROUPKIND']._serialized_end=652
-  _globals['_KEYSTATUS']._serialized_start=655
-  _globals['_KEYSTATUS']._serialized_end=785
-  _globals['_STORESTATUS']._serialized_start=788
-  _globals['_STORESTATUS']._serialized_end=939
-  _globals['_DURABLESTATUS']._serialized_start=942
-  _globals['_DURABLESTATUS']._serialized_end=1074
-  _globals['_SESSIONREF']._serialized_start=37
-  _globals['_SESSIONREF']._serialized_end=84
-  _globals['_NAMESPACE']._serialized_start=87
-  _globals['_NAMESPACE']._serialized_end=362
-  _globals['_NAMESPACE_ATTRIBUTESENTRY']._serialized_start=313
-  _globals['_NAMESPACE_ATTRIBUTESENTRY']._serialized_end=362
-  _globals['_GROUP']._serialized_start=364
-  _globals['_GROUP']._serialized_end=463
-  _globals['_PACKEDKEYS']._serialized_start=465
-  _globals['_PACKEDKEYS']._serialized_end=527
+  _globals['_NAMESPACE'].fields_by_name['model']._loaded_options = None
+  _globals['_NAMESPACE'].fields_by_name['model']._serialized_options = b'\212\265\030\005\010\200 0\004'
+  _globals['_NAMESPACE'].fields_by_name['revision']._loaded_options = None
+  _globals['_NAMESPACE'].fields_by_name['revision']._serialized_options = b'\212\265\030\005\010\200 0\004'
+  _globals['_NAMESPACE'].fields_by_name['dtype']._loaded_options = None
+  _globals['_NAMESPACE'].fields_by_name['dtype']._serialized_options = b'\212\265\030\005\010\200 0\004'
+  _globals['_NAMESPACE'].fields_by_name['layout']._loaded_options = None
+  _globals['_NAMESPACE'].fields_by_name['layout']._serialized_options = b'\212\265\030\005\010\200 0\004'
+  _globals['_NAMESPACE'].fields_by_name['hash_scheme']._loaded_options = None
+  _globals['_NAMESPACE'].fields_by_name['hash_scheme']._serialized_options = b'\212\265\030\005\010\200 0\004'
+  _globals['_NAMESPACE'].fields_by_name['groups']._loaded_options = None
+  _globals['_NAMESPACE'].fields_by_name['groups']._serialized_options = b'\212\265\030\005 \200\0020\004'
+  _globals['_NAMESPACE'].fields_by_name['tenant']._loaded_options = None
+  _globals['_NAMESPACE'].fields_by_name['tenant']._serialized_options = b'\212\265\030\005\010\200 0\004'
+  _globals['_NAMESPACE'].fields_by_name['attributes']._loaded_options = None
+  _globals['_NAMESPACE'].fields_by_name['attributes']._serialized_options = b'\212\265\030\t\010\200\200\004 \200\0100\004'
+  _globals['_GROUP'].fields_by_name['name']._loaded_options = None
+  _globals['_GROUP'].fields_by_name['name']._serialized_options = b'\212\265\030\005\010\200 0\004'
+  _globals['_PACKEDKEYS'].fields_by_name['keys']._loaded_options = None
+  _globals['_PACKEDKEYS'].fields_by_name['keys']._serialized_options = b'\212\265\030\004\030\0040\002'
+  _globals['_PACKEDKEYS'].fields_by_name['lengths']._loaded_options = None
+  _globals['_PACKEDKEYS'].fields_by_name['lengths']._serialized_options = b'\212\265\030\004\030\0050\002'
+  _globals['_GROUPKIND']._serialized_start=686
+  _globals['_GROUPKIND']._serialized_end=809
+  _globals['_KEYSTATUS']._serialized_start=812
+  _globals['_KEYSTATUS']._serialized_end=942
+  _globals['_STORESTATUS']._serialized_start=945
+  _globals['_STORESTATUS']._serialized_end=1096
+  _globals['_DURABLESTATUS']._serialized_start=1099
+  _globals['_DURABLESTATUS']._serialized_end=1231
+  _globals['_SESSIONREF']._serialized_start=61
+  _globals['_SESSIONREF']._serialized_end=118
+  _globals['_NAMESPACE']._serialized_start=121
+  _globals['_NAMESPACE']._serialized_end=488
+  _globals['_NAMESPACE_ATTRIBUTESENTRY']._serialized_start=439
+  _globals['_NAMESPACE_ATTRIBUTESENTRY']._serialized_end=488
+  _globals['_GROUP']._serialized_start=490
+  _globals['_GROUP']._serialized_end=600
+  _globals['_PACKEDKEYS']._serialized_start=602
+  _globals['_PACKEDKEYS']._serialized_end=684
 # @@protoc_insertion_point(module_scope)

@@ -23,30 +23,43 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from . import bounds_pb2 as kvtier_dot_v1_dot_bounds__pb2
 from . import common_pb2 as kvtier_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvtier/v1/conversation.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvtier/v1/common.proto\"\xee\x01\n\x18\x41\x63tOnConversationRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12-\n\x06\x61\x63tion\x18\x03 \x01(\x0e\x32\x1d.kvtier.v1.ConversationAction\x12\x17\n\x0f\x63onversation_id\x18\x04 \x01(\t\x12\x10\n\x08last_key\x18\x05 \x01(\x0c\x12#\n\x04keys\x18\x06 \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\x12-\n\nretain_for\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"w\n\x19\x41\x63tOnConversationResponse\x12\x16\n\x0e\x63hanged_blocks\x18\x01 \x01(\r\x12\x15\n\rshared_blocks\x18\x02 \x01(\r\x12\x13\n\x0bkept_blocks\x18\x03 \x01(\r\x12\x16\n\x0emissing_blocks\x18\x04 \x01(\r\"|\n\x18ListConversationsRequest\x12\x13\n\x06tenant\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x17\n\x0f\x63onversation_id\x18\x02 \x01(\t\x12\x19\n\x11max_conversations\x18\x03 \x01(\r\x12\x0c\n\x04page\x18\x04 \x01(\x04\x42\t\n\x07_tenant\"s\n\x19ListConversationsResponse\x12\x34\n\rconversations\x18\x01 \x03(\x0b\x32\x1d.kvtier.v1.ConversationStatus\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x11\n\tnext_page\x18\x03 \x01(\x04\"\xb3\x02\n\x12\x43onversationStatus\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\x0c\x12\x10\n\x08requests\x18\x04 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12*\n\x05tiers\x18\x06 \x03(\x0b\x32\x1b.kvtier.v1.ConversationTier\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04idle\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cretained_for\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06pinned\x18\n \x01(\x08\"X\n\x10\x43onversationTier\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x17\n\x0fretained_blocks\x18\x04 \x01(\x04*\x98\x02\n\x12\x43onversationAction\x12#\n\x1f\x43ONVERSATION_ACTION_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x43ONVERSATION_ACTION_RETAIN\x10\x01\x12\x1f\n\x1b\x43ONVERSATION_ACTION_RELEASE\x10\x02\x12\x1e\n\x1a\x43ONVERSATION_ACTION_DEMOTE\x10\x03\x12 \n\x1c\x43ONVERSATION_ACTION_PREFETCH\x10\x04\x12\x1b\n\x17\x43ONVERSATION_ACTION_PIN\x10\x05\x12\x1d\n\x19\x43ONVERSATION_ACTION_UNPIN\x10\x06\x12\x1e\n\x1a\x43ONVERSATION_ACTION_DELETE\x10\x07\x32\xd5\x01\n\x13\x43onversationService\x12^\n\x11ListConversations\x12#.kvtier.v1.ListConversationsRequest\x1a$.kvtier.v1.ListConversationsResponse\x12^\n\x11\x41\x63tOnConversation\x12#.kvtier.v1.ActOnConversationRequest\x1a$.kvtier.v1.ActOnConversationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvtier/v1/conversation.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvtier/v1/bounds.proto\x1a\x16kvtier/v1/common.proto\"\x92\x02\n\x18\x41\x63tOnConversationRequest\x12\x1c\n\x0cnamespace_id\x18\x01 \x01(\x0c\x42\x06\x8a\xb5\x18\x02\x10@\x12\x17\n\x06tenant\x18\x02 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80 \x12-\n\x06\x61\x63tion\x18\x03 \x01(\x0e\x32\x1d.kvtier.v1.ConversationAction\x12 \n\x0f\x63onversation_id\x18\x04 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80\x04\x12\x1a\n\x08last_key\x18\x05 \x01(\x0c\x42\x08\x8a\xb5\x18\x04\x18\x02\x30\x03\x12#\n\x04keys\x18\x06 \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\x12-\n\nretain_for\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"w\n\x19\x41\x63tOnConversationResponse\x12\x16\n\x0e\x63hanged_blocks\x18\x01 \x01(\r\x12\x15\n\rshared_blocks\x18\x02 \x01(\r\x12\x13\n\x0bkept_blocks\x18\x03 \x01(\r\x12\x16\n\x0emissing_blocks\x18\x04 \x01(\r\"\x8e\x01\n\x18ListConversationsRequest\x12\x1c\n\x06tenant\x18\x01 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80 H\x00\x88\x01\x01\x12 \n\x0f\x63onversation_id\x18\x02 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80\x04\x12\x19\n\x11max_conversations\x18\x03 \x01(\r\x12\x0c\n\x04page\x18\x04 \x01(\x04\x42\t\n\x07_tenant\"s\n\x19ListConversationsResponse\x12\x34\n\rconversations\x18\x01 \x03(\x0b\x32\x1d.kvtier.v1.ConversationStatus\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x11\n\tnext_page\x18\x03 \x01(\x04\"\xb3\x02\n\x12\x43onversationStatus\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\x0c\x12\x10\n\x08requests\x18\x04 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12*\n\x05tiers\x18\x06 \x03(\x0b\x32\x1b.kvtier.v1.ConversationTier\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04idle\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cretained_for\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06pinned\x18\n \x01(\x08\"X\n\x10\x43onversationTier\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x17\n\x0fretained_blocks\x18\x04 \x01(\x04*\x98\x02\n\x12\x43onversationAction\x12#\n\x1f\x43ONVERSATION_ACTION_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x43ONVERSATION_ACTION_RETAIN\x10\x01\x12\x1f\n\x1b\x43ONVERSATION_ACTION_RELEASE\x10\x02\x12\x1e\n\x1a\x43ONVERSATION_ACTION_DEMOTE\x10\x03\x12 \n\x1c\x43ONVERSATION_ACTION_PREFETCH\x10\x04\x12\x1b\n\x17\x43ONVERSATION_ACTION_PIN\x10\x05\x12\x1d\n\x19\x43ONVERSATION_ACTION_UNPIN\x10\x06\x12\x1e\n\x1a\x43ONVERSATION_ACTION_DELETE\x10\x07\x32\xd5\x01\n\x13\x43onversationService\x12^\n\x11ListConversations\x12#.kvtier.v1.ListConversationsRequest\x1a$.kvtier.v1.ListConversationsResponse\x12^\n\x11\x41\x63tOnConversation\x12#.kvtier.v1.ActOnConversationRequest\x1a$.kvtier.v1.ActOnConversationResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.conversation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CONVERSATIONACTION']._serialized_start=1105
-  _globals['_CONVERSATIONACTION']._serialized_end=1385
-  _globals['_ACTONCONVERSATIONREQUEST']._serialized_start=100
-  _globals['_ACTONCONVERSATIONREQUEST']._serialized_end=338
-  _globals['_ACTONCONVERSATIONRESPONSE']._serialized_start=340
-  _globals['_ACTONCONVERSATIONRESPONSE']._serialized_end=459
-  _globals['_LISTCONVERSATIONSREQUEST']._serialized_start=461
-  _globals['_LISTCONVERSATIONSREQUEST']._serialized_end=585
-  _globals['_LISTCONVERSATIONSRESPONSE']._serialized_start=587
-  _globals['_LISTCONVERSATIONSRESPONSE']._serialized_end=702
-  _globals['_CONVERSATIONSTATUS']._serialized_start=705
-  _globals['_CONVERSATIONSTATUS']._serialized_end=1012
-  _globals['_CONVERSATIONTIER']._serialized_start=1014
-  _globals['_CONVERSATIONTIER']._serialized_end=1102
-  _globals['_CONVERSATIONSERVICE']._serialized_start=1388
-  _globals['_CONVERSATIONSERVICE']._serialized_end=1601
+  _globals['_ACTONCONVERSATIONREQUEST'].fields_by_name['namespace_id']._loaded_options = None
+  _globals['_ACTONCONVERSATIONREQUEST'].fields_by_name['namespace_id']._serialized_options = b'\212\265\030\002\020@'
+  _globals['_ACTONCONVERSATIONREQUEST'].fields_by_name['tenant']._loaded_options = None
+  _globals['_ACTONCONVERSATIONREQUEST'].fields_by_name['tenant']._serialized_options = b'\212\265\030\003\010\200 '
+  _globals['_ACTONCONVERSATIONREQUEST'].fields_by_name['conversation_id']._loaded_options = None
+  _globals['_ACTONCONVERSATIONREQUEST'].fields_by_name['conversation_id']._serialized_options = b'\212\265\030\003\010\200\004'
+  _globals['_ACTONCONVERSATIONREQUEST'].fields_by_name['last_key']._loaded_options = None
+  _globals['_ACTONCONVERSATIONREQUEST'].fields_by_name['last_key']._serialized_options = b'\212\265\030\004\030\0020\003'
+  _globals['_LISTCONVERSATIONSREQUEST'].fields_by_name['tenant']._loaded_options = None
+  _globals['_LISTCONVERSATIONSREQUEST'].fields_by_name['tenant']._serialized_options = b'\212\265\030\003\010\200 '
+  _globals['_LISTCONVERSATIONSREQUEST'].fields_by_name['conversation_id']._loaded_options = None
+  _globals['_LISTCONVERSATIONSREQUEST'].fields_by_name['conversation_id']._serialized_options = b'\212\265\030\003\010\200\004'
+  _globals['_CONVERSATIONACTION']._serialized_start=1184
+  _globals['_CONVERSATIONACTION']._serialized_end=1464
+  _globals['_ACTONCONVERSATIONREQUEST']._serialized_start=124
+  _globals['_ACTONCONVERSATIONREQUEST']._serialized_end=398
+  _globals['_ACTONCONVERSATIONRESPONSE']._serialized_start=400
+  _globals['_ACTONCONVERSATIONRESPONSE']._serialized_end=519
+  _globals['_LISTCONVERSATIONSREQUEST']._serialized_start=522
+  _globals['_LISTCONVERSATIONSREQUEST']._serialized_end=664
+  _globals['_LISTCONVERSATIONSRESPONSE']._serialized_start=666
+  _globals['_LISTCONVERSATIONSRESPONSE']._serialized_end=781
+  _globals['_CONVERSATIONSTATUS']._serialized_start=784
+  _globals['_CONVERSATIONSTATUS']._serialized_end=1091
+  _globals['_CONVERSATIONTIER']._serialized_start=1093
+  _globals['_CONVERSATIONTIER']._serialized_end=1181
+  _globals['_CONVERSATIONSERVICE']._serialized_start=1467
+  _globals['_CONVERSATIONSERVICE']._serialized_end=1680
 # @@protoc_insertion_point(module_scope)

@@ -22,25 +22,32 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from . import bounds_pb2 as kvtier_dot_v1_dot_bounds__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvtier/v1/devices.proto\x12\tkvtier.v1\"X\n\rProcessOrigin\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x04\x12\x15\n\rpid_namespace\x18\x03 \x01(\x04\x12\x12\n\nshm_device\x18\x04 \x01(\x04\"6\n\x10\x44\x65viceAllocation\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"Z\n\x0b\x44\x65viceGroup\x12\x13\n\x0bgroup_index\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\"\n\x04runs\x18\x03 \x03(\x0b\x32\x14.kvtier.v1.DeviceRun\"\x98\x01\n\tDeviceRun\x12\x18\n\x10\x61llocation_index\x18\x01 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x1a\n\x12\x62lock_stride_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bpiece_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06pieces\x18\x05 \x01(\r\x12\x1a\n\x12piece_stride_bytes\x18\x06 \x01(\x04\"\"\n\x0b\x44\x65viceAfter\x12\x13\n\x0b\x65vent_index\x18\x01 \x01(\r*c\n\x0b\x44\x65viceOrder\x12\x1c\n\x18\x44\x45VICE_ORDER_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44\x45VICE_ORDER_EVENTS\x10\x01\x12\x1d\n\x19\x44\x45VICE_ORDER_CALLER_WAITS\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvtier/v1/devices.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/bounds.proto\"a\n\rProcessOrigin\x12\x18\n\x07\x62oot_id\x18\x01 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80\x04\x12\x0b\n\x03pid\x18\x02 \x01(\x04\x12\x15\n\rpid_namespace\x18\x03 \x01(\x04\x12\x12\n\nshm_device\x18\x04 \x01(\x04\"?\n\x10\x44\x65viceAllocation\x12\x17\n\x06handle\x18\x01 \x01(\x0c\x42\x07\x8a\xb5\x18\x03\x10\x80\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"c\n\x0b\x44\x65viceGroup\x12\x13\n\x0bgroup_index\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12+\n\x04runs\x18\x03 \x03(\x0b\x32\x14.kvtier.v1.DeviceRunB\x07\x8a\xb5\x18\x03 \x80\x04\"\x98\x01\n\tDeviceRun\x12\x18\n\x10\x61llocation_index\x18\x01 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x1a\n\x12\x62lock_stride_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bpiece_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06pieces\x18\x05 \x01(\r\x12\x1a\n\x12piece_stride_bytes\x18\x06 \x01(\x04\"\"\n\x0b\x44\x65viceAfter\x12\x13\n\x0b\x65vent_index\x18\x01 \x01(\r*c\n\x0b\x44\x65viceOrder\x12\x1c\n\x18\x44\x45VICE_ORDER_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44\x45VICE_ORDER_EVENTS\x10\x01\x12\x1d\n\x19\x44\x45VICE_ORDER_CALLER_WAITS\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.devices_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DEVICEORDER']._serialized_start=467
-  _globals['_DEVICEORDER']._serialized_end=566
-  _globals['_PROCESSORIGIN']._serialized_start=38
-  _globals['_PROCESSORIGIN']._serialized_end=126
-  _globals['_DEVICEALLOCATION']._serialized_start=128
-  _globals['_DEVICEALLOCATION']._serialized_end=182
-  _globals['_DEVICEGROUP']._serialized_start=184
-  _globals['_DEVICEGROUP']._serialized_end=274
-  _globals['_DEVICERUN']._serialized_start=277
-  _globals['_DEVICERUN']._serialized_end=429
-  _globals['_DEVICEAFTER']._serialized_start=431
-  _globals['_DEVICEAFTER']._serialized_end=465
+  _globals['_PROCESSORIGIN'].fields_by_name['boot_id']._loaded_options = None
+  _globals['_PROCESSORIGIN'].fields_by_name['boot_id']._serialized_options = b'\212\265\030\003\010\200\004'
+  _globals['_DEVICEALLOCATION'].fields_by_name['handle']._loaded_options = None
+  _globals['_DEVICEALLOCATION'].fields_by_name['handle']._serialized_options = b'\212\265\030\003\020\200\004'
+  _globals['_DEVICEGROUP'].fields_by_name['runs']._loaded_options = None
+  _globals['_DEVICEGROUP'].fields_by_name['runs']._serialized_options = b'\212\265\030\003 \200\004'
+  _globals['_DEVICEORDER']._serialized_start=518
+  _globals['_DEVICEORDER']._serialized_end=617
+  _globals['_PROCESSORIGIN']._serialized_start=62
+  _globals['_PROCESSORIGIN']._serialized_end=159
+  _globals['_DEVICEALLOCATION']._serialized_start=161
+  _globals['_DEVICEALLOCATION']._serialized_end=224
+  _globals['_DEVICEGROUP']._serialized_start=226
+  _globals['_DEVICEGROUP']._serialized_end=325
+  _globals['_DEVICERUN']._serialized_start=328
+  _globals['_DEVICERUN']._serialized_end=480
+  _globals['_DEVICEAFTER']._serialized_start=482
+  _globals['_DEVICEAFTER']._serialized_end=516
 # @@protoc_insertion_point(module_scope)

@@ -22,34 +22,39 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from . import bounds_pb2 as kvtier_dot_v1_dot_bounds__pb2
 from . import common_pb2 as kvtier_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/events.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/common.proto\"\x92\x01\n\x12WatchEventsRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x16\n\x0e\x61ll_namespaces\x18\x02 \x01(\x08\x12%\n\x05\x61\x66ter\x18\x03 \x01(\x0b\x32\x16.kvtier.v1.EventCursor\x12\x15\n\rwith_contents\x18\x04 \x01(\x08\".\n\x0b\x45ventCursor\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"\x8b\x01\n\x13WatchEventsResponse\x12&\n\x06\x63ursor\x18\x01 \x01(\x0b\x32\x16.kvtier.v1.EventCursor\x12%\n\x05phase\x18\x02 \x01(\x0e\x32\x16.kvtier.v1.ReplayPhase\x12%\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x15.kvtier.v1.BlockEvent\"\xba\x01\n\nBlockEvent\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.kvtier.v1.BlockEventKind\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\x0c\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\x0e\n\x06medium\x18\x04 \x01(\t\x12#\n\x04keys\x18\x05 \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\x12*\n\x08\x63ontents\x18\x06 \x01(\x0b\x32\x18.kvtier.v1.BlockContents\"a\n\rBlockContents\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12*\n\x0bparent_keys\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\x12\x11\n\tlora_name\x18\x03 \x01(\t\"\x90\x01\n\x15\x44\x65scribeBlocksRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12#\n\x04keys\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\x12*\n\x08\x63ontents\x18\x03 \x01(\x0b\x32\x18.kvtier.v1.BlockContents\"&\n\x16\x44\x65scribeBlocksResponse\x12\x0c\n\x04kept\x18\x01 \x01(\x08*t\n\x0bReplayPhase\x12\x1c\n\x18REPLAY_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12REPLAY_PHASE_BEGIN\x10\x01\x12\x19\n\x15REPLAY_PHASE_CONTINUE\x10\x02\x12\x14\n\x10REPLAY_PHASE_END\x10\x03*\x8b\x01\n\x0e\x42lockEventKind\x12 \n\x1c\x42LOCK_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x42LOCK_EVENT_KIND_STORED\x10\x01\x12\x1c\n\x18\x42LOCK_EVENT_KIND_REMOVED\x10\x02\x12\x1c\n\x18\x42LOCK_EVENT_KIND_CLEARED\x10\x03\x32\xb5\x01\n\x0c\x45ventService\x12N\n\x0bWatchEvents\x12\x1d.kvtier.v1.WatchEventsRequest\x1a\x1e.kvtier.v1.WatchEventsResponse0\x01\x12U\n\x0e\x44\x65scribeBlocks\x12 .kvtier.v1.DescribeBlocksRequest\x1a!.kvtier.v1.DescribeBlocksResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/events.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/bounds.proto\x1a\x16kvtier/v1/common.proto\"\x92\x01\n\x12WatchEventsRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x16\n\x0e\x61ll_namespaces\x18\x02 \x01(\x08\x12%\n\x05\x61\x66ter\x18\x03 \x01(\x0b\x32\x16.kvtier.v1.EventCursor\x12\x15\n\rwith_contents\x18\x04 \x01(\x08\".\n\x0b\x45ventCursor\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"\x8b\x01\n\x13WatchEventsResponse\x12&\n\x06\x63ursor\x18\x01 \x01(\x0b\x32\x16.kvtier.v1.EventCursor\x12%\n\x05phase\x18\x02 \x01(\x0e\x32\x16.kvtier.v1.ReplayPhase\x12%\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x15.kvtier.v1.BlockEvent\"\xba\x01\n\nBlockEvent\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.kvtier.v1.BlockEventKind\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\x0c\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\x0e\n\x06medium\x18\x04 \x01(\t\x12#\n\x04keys\x18\x05 \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\x12*\n\x08\x63ontents\x18\x06 \x01(\x0b\x32\x18.kvtier.v1.BlockContents\"u\n\rBlockContents\x12\x1c\n\ttoken_ids\x18\x01 \x01(\x0c\x42\t\x8a\xb5\x18\x05\x10\x80\x80\x80\x02\x12*\n\x0bparent_keys\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\x12\x1a\n\tlora_name\x18\x03 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80\x04\"\x90\x01\n\x15\x44\x65scribeBlocksRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12#\n\x04keys\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\x12*\n\x08\x63ontents\x18\x03 \x01(\x0b\x32\x18.kvtier.v1.BlockContents\"&\n\x16\x44\x65scribeBlocksResponse\x12\x0c\n\x04kept\x18\x01 \x01(\x08*t\n\x0bReplayPhase\x12\x1c\n\x18REPLAY_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12REPLAY_PHASE_BEGIN\x10\x01\x12\x19\n\x15REPLAY_PHASE_CONTINUE\x10\x02\x12\x14\n\x10REPLAY_PHASE_END\x10\x03*\x8b\x01\n\x0e\x42lockEventKind\x12 \n\x1c\x42LOCK_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x42LOCK_EVENT_KIND_STORED\x10\x01\x12\x1c\n\x18\x42LOCK_EVENT_KIND_REMOVED\x10\x02\x12\x1c\n\x18\x42LOCK_EVENT_KIND_CLEARED\x10\x03\x32\xb5\x01\n\x0c\x45ventService\x12N\n\x0bWatchEvents\x12\x1d.kvtier.v1.WatchEventsRequest\x1a\x1e.kvtier.v1.WatchEventsResponse0\x01\x12U\n\x0e\x44\x65scribeBlocks\x12 .kvtier.v1.DescribeBlocksRequest\x1a!.kvtier.v1.DescribeBlocksResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.events_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPLAYPHASE']._serialized_start=875
-  _globals['_REPLAYPHASE']._serialized_end=991
-  _globals['_BLOCKEVENTKIND']._serialized_start=994
-  _globals['_BLOCKEVENTKIND']._serialized_end=1133
-  _globals['_WATCHEVENTSREQUEST']._serialized_start=62
-  _globals['_WATCHEVENTSREQUEST']._serialized_end=208
-  _globals['_EVENTCURSOR']._serialized_start=210
-  _globals['_EVENTCURSOR']._serialized_end=256
-  _globals['_WATCHEVENTSRESPONSE']._serialized_start=259
-  _globals['_WATCHEVENTSRESPONSE']._serialized_end=398
-  _globals['_BLOCKEVENT']._serialized_start=401
-  _globals['_BLOCKEVENT']._serialized_end=587
-  _globals['_BLOCKCONTENTS']._serialized_start=589
-  _globals['_BLOCKCONTENTS']._serialized_end=686
-  _globals['_DESCRIBEBLOCKSREQUEST']._serialized_start=689
-  _globals['_DESCRIBEBLOCKSREQUEST']._serialized_end=833
-  _globals['_DESCRIBEBLOCKSRESPONSE']._serialized_start=835
-  _globals['_DESCRIBEBLOCKSRESPONSE']._serialized_end=873
-  _globals['_EVENTSERVICE']._serialized_start=1136
-  _globals['_EVENTSERVICE']._serialized_end=1317
+  _globals['_BLOCKCONTENTS'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_BLOCKCONTENTS'].fields_by_name['token_ids']._serialized_options = b'\212\265\030\005\020\200\200\200\002'
+  _globals['_BLOCKCONTENTS'].fields_by_name['lora_name']._loaded_options = None
+  _globals['_BLOCKCONTENTS'].fields_by_name['lora_name']._serialized_options = b'\212\265\030\003\010\200\004'
+  _globals['_REPLAYPHASE']._serialized_start=919
+  _globals['_REPLAYPHASE']._serialized_end=1035
+  _globals['_BLOCKEVENTKIND']._serialized_start=1038
+  _globals['_BLOCKEVENTKIND']._serialized_end=1177
+  _globals['_WATCHEVENTSREQUEST']._serialized_start=86
+  _globals['_WATCHEVENTSREQUEST']._serialized_end=232
+  _globals['_EVENTCURSOR']._serialized_start=234
+  _globals['_EVENTCURSOR']._serialized_end=280
+  _globals['_WATCHEVENTSRESPONSE']._serialized_start=283
+  _globals['_WATCHEVENTSRESPONSE']._serialized_end=422
+  _globals['_BLOCKEVENT']._serialized_start=425
+  _globals['_BLOCKEVENT']._serialized_end=611
+  _globals['_BLOCKCONTENTS']._serialized_start=613
+  _globals['_BLOCKCONTENTS']._serialized_end=730
+  _globals['_DESCRIBEBLOCKSREQUEST']._serialized_start=733
+  _globals['_DESCRIBEBLOCKSREQUEST']._serialized_end=877
+  _globals['_DESCRIBEBLOCKSRESPONSE']._serialized_start=879
+  _globals['_DESCRIBEBLOCKSRESPONSE']._serialized_end=917
+  _globals['_EVENTSERVICE']._serialized_start=1180
+  _globals['_EVENTSERVICE']._serialized_end=1361
 # @@protoc_insertion_point(module_scope)

@@ -23,44 +23,63 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from . import bounds_pb2 as kvtier_dot_v1_dot_bounds__pb2
 from . import common_pb2 as kvtier_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvtier/v1/handoff.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvtier/v1/common.proto\"0\n\x07HoldRef\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\xf9\x01\n\x12PublishHoldRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12.\n\tdirection\x18\x03 \x01(\x0e\x32\x1b.kvtier.v1.HandoffDirection\x12#\n\x04keys\x18\x04 \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\x12\x11\n\tpositions\x18\x05 \x03(\r\x12\x12\n\nnum_tokens\x18\x06 \x01(\x04\x12+\n\x08\x64uration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x85\x01\n\x13PublishHoldResponse\x12(\n\x06status\x18\x01 \x01(\x0e\x32\x18.kvtier.v1.PublishStatus\x12,\n\tremaining\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0epending_blocks\x18\x03 \x01(\r\"\x8b\x02\n\x10\x43laimHoldRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12 \n\x04hold\x18\x02 \x01(\x0b\x32\x12.kvtier.v1.HoldRef\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x17\n\x0f\x66irst_positions\x18\x04 \x03(\r\x12\x31\n\x0elease_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nmin_blocks\x18\x07 \x01(\r\x12\x10\n\x08grant_id\x18\x08 \x01(\x04\"\xf9\x01\n\x11\x43laimHoldResponse\x12#\n\x04keys\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\x12\x11\n\tpositions\x18\x02 \x03(\r\x12\x10\n\x08statuses\x18\x03 \x01(\x0c\x12\x10\n\x08lease_id\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\x04\x12.\n\tdirection\x18\x06 \x01(\x0e\x32\x1b.kvtier.v1.HandoffDirection\x12,\n\tremaining\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0esettled_blocks\x18\x08 \x01(\r\"\x8c\x01\n\x11RenewHoldsRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12!\n\x05holds\x18\x02 \x03(\x0b\x32\x12.kvtier.v1.HoldRef\x12,\n\textension\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"+\n\x12RenewHoldsResponse\x12\x15\n\rmissing_holds\x18\x01 \x03(\r\"`\n\x13ReleaseHoldsRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12!\n\x05holds\x18\x02 \x03(\x0b\x32\x12.kvtier.v1.HoldRef\"\x16\n\x14ReleaseHoldsResponse\"\xa4\x01\n\x17ReportNotClaimedRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12 \n\x04hold\x18\x02 \x01(\x0b\x32\x12.kvtier.v1.HoldRef\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12+\n\x06reason\x18\x04 \x01(\x0e\x32\x1b.kvtier.v1.NotClaimedReason\"\x1a\n\x18ReportNotClaimedResponse*\x87\x01\n\x10HandoffDirection\x12!\n\x1dHANDOFF_DIRECTION_UNSPECIFIED\x10\x00\x12\'\n#HANDOFF_DIRECTION_PREFILL_TO_DECODE\x10\x01\x12\'\n#HANDOFF_DIRECTION_DECODE_TO_PREFILL\x10\x02*\x86\x01\n\rPublishStatus\x12\x1e\n\x1aPUBLISH_STATUS_UNSPECIFIED\x10\x00\x12\x1c\n\x18PUBLISH_STATUS_PUBLISHED\x10\x01\x12\x1a\n\x16PUBLISH_STATUS_NO_ROOM\x10\x02\x12\x1b\n\x17PUBLISH_STATUS_TOO_MANY\x10\x03*\x83\x01\n\x10NotClaimedReason\x12\"\n\x1eNOT_CLAIMED_REASON_UNSPECIFIED\x10\x00\x12&\n\"NOT_CLAIMED_REASON_PEER_NOT_LISTED\x10\x05\x12#\n\x1fNOT_CLAIMED_REASON_NOTHING_HELD\x10\x06\x32\x9f\x03\n\x0eHandoffService\x12L\n\x0bPublishHold\x12\x1d.kvtier.v1.PublishHoldRequest\x1a\x1e.kvtier.v1.PublishHoldResponse\x12\x46\n\tClaimHold\x12\x1b.kvtier.v1.ClaimHoldRequest\x1a\x1c.kvtier.v1.ClaimHoldResponse\x12I\n\nRenewHolds\x12\x1c.kvtier.v1.RenewHoldsRequest\x1a\x1d.kvtier.v1.RenewHoldsResponse\x12O\n\x0cReleaseHolds\x12\x1e.kvtier.v1.ReleaseHoldsRequest\x1a\x1f.kvtier.v1.ReleaseHoldsResponse\x12[\n\x10ReportNotClaimed\x12\".kvtier.v1.ReportNotClaimedRequest\x1a#.kvtier.v1.ReportNotClaimedResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvtier/v1/handoff.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvtier/v1/bounds.proto\x1a\x16kvtier/v1/common.proto\"B\n\x07HoldRef\x12\x1a\n\tengine_id\x18\x01 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80\x04\x12\x1b\n\nrequest_id\x18\x02 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80\x04\"\x8a\x02\n\x12PublishHoldRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x1b\n\nrequest_id\x18\x02 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80\x04\x12.\n\tdirection\x18\x03 \x01(\x0e\x32\x1b.kvtier.v1.HandoffDirection\x12#\n\x04keys\x18\x04 \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\x12\x19\n\tpositions\x18\x05 \x03(\rB\x06\x8a\xb5\x18\x02(\x01\x12\x12\n\nnum_tokens\x18\x06 \x01(\x04\x12+\n\x08\x64uration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x85\x01\n\x13PublishHoldResponse\x12(\n\x06status\x18\x01 \x01(\x0e\x32\x18.kvtier.v1.PublishStatus\x12,\n\tremaining\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0epending_blocks\x18\x03 \x01(\r\"\x9d\x02\n\x10\x43laimHoldRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12 \n\x04hold\x18\x02 \x01(\x0b\x32\x12.kvtier.v1.HoldRef\x12\x1b\n\nrequest_id\x18\x03 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80\x04\x12 \n\x0f\x66irst_positions\x18\x04 \x03(\rB\x07\x8a\xb5\x18\x03 \x80\x02\x12\x31\n\x0elease_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nmin_blocks\x18\x07 \x01(\r\x12\x10\n\x08grant_id\x18\x08 \x01(\x04\"\xf9\x01\n\x11\x43laimHoldResponse\x12#\n\x04keys\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\x12\x11\n\tpositions\x18\x02 \x03(\r\x12\x10\n\x08statuses\x18\x03 \x01(\x0c\x12\x10\n\x08lease_id\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\x04\x12.\n\tdirection\x18\x06 \x01(\x0e\x32\x1b.kvtier.v1.HandoffDirection\x12,\n\tremaining\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0esettled_blocks\x18\x08 \x01(\r\"\x95\x01\n\x11RenewHoldsRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12*\n\x05holds\x18\x02 \x03(\x0b\x32\x12.kvtier.v1.HoldRefB\x07\x8a\xb5\x18\x03 \x80\x08\x12,\n\textension\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"+\n\x12RenewHoldsResponse\x12\x15\n\rmissing_holds\x18\x01 \x03(\r\"i\n\x13ReleaseHoldsRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12*\n\x05holds\x18\x02 \x03(\x0b\x32\x12.kvtier.v1.HoldRefB\x07\x8a\xb5\x18\x03 \x80\x08\"\x16\n\x14ReleaseHoldsResponse\"\xad\x01\n\x17ReportNotClaimedRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12 \n\x04hold\x18\x02 \x01(\x0b\x32\x12.kvtier.v1.HoldRef\x12\x1b\n\nrequest_id\x18\x03 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80\x04\x12+\n\x06reason\x18\x04 \x01(\x0e\x32\x1b.kvtier.v1.NotClaimedReason\"\x1a\n\x18ReportNotClaimedResponse*\x87\x01\n\x10HandoffDirection\x12!\n\x1dHANDOFF_DIRECTION_UNSPECIFIED\x10\x00\x12\'\n#HANDOFF_DIRECTION_PREFILL_TO_DECODE\x10\x01\x12\'\n#HANDOFF_DIRECTION_DECODE_TO_PREFILL\x10\x02*\x86\x01\n\rPublishStatus\x12\x1e\n\x1aPUBLISH_STATUS_UNSPECIFIED\x10\x00\x12\x1c\n\x18PUBLISH_STATUS_PUBLISHED\x10\x01\x12\x1a\n\x16PUBLISH_STATUS_NO_ROOM\x10\x02\x12\x1b\n\x17PUBLISH_STATUS_TOO_MANY\x10\x03*\x83\x01\n\x10NotClaimedReason\x12\"\n\x1eNOT_CLAIMED_REASON_UNSPECIFIED\x10\x00\x12&\n\"NOT_CLAIMED_REASON_PEER_NOT_LISTED\x10\x05\x12#\n\x1fNOT_CLAIMED_REASON_NOTHING_HELD\x10\x06\x32\x9f\x03\n\x0eHandoffService\x12L\n\x0bPublishHold\x12\x1d.kvtier.v1.PublishHoldRequest\x1a\x1e.kvtier.v1.PublishHoldResponse\x12\x46\n\tClaimHold\x12\x1b.kvtier.v1.ClaimHoldRequest\x1a\x1c.kvtier.v1.ClaimHoldResponse\x12I\n\nRenewHolds\x12\x1c.kvtier.v1.RenewHoldsRequest\x1a\x1d.kvtier.v1.RenewHoldsResponse\x12O\n\x0cReleaseHolds\x12\x1e.kvtier.v1.ReleaseHoldsRequest\x1a\x1f.kvtier.v1.ReleaseHoldsResponse\x12[\n\x10ReportNotClaimed\x12\".kvtier.v1.ReportNotClaimedRequest\x1a#.kvtier.v1.ReportNotClaimedResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.handoff_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HANDOFFDIRECTION']._serialized_start=1560
-  _globals['_HANDOFFDIRECTION']._serialized_end=1695
-  _globals['_PUBLISHSTATUS']._serialized_start=1698
-  _globals['_PUBLISHSTATUS']._serialized_end=1832
-  _globals['_NOTCLAIMEDREASON']._serialized_start=1835
-  _globals['_NOTCLAIMEDREASON']._serialized_end=1966
-  _globals['_HOLDREF']._serialized_start=94
-  _globals['_HOLDREF']._serialized_end=142
-  _globals['_PUBLISHHOLDREQUEST']._serialized_start=145
-  _globals['_PUBLISHHOLDREQUEST']._serialized_end=394
-  _globals['_PUBLISHHOLDRESPONSE']._serialized_start=397
-  _globals['_PUBLISHHOLDRESPONSE']._serialized_end=530
-  _globals['_CLAIMHOLDREQUEST']._serialized_start=533
-  _globals['_CLAIMHOLDREQUEST']._serialized_end=800
-  _globals['_CLAIMHOLDRESPONSE']._serialized_start=803
-  _globals['_CLAIMHOLDRESPONSE']._serialized_end=1052
-  _globals['_RENEWHOLDSREQUEST']._serialized_start=1055
-  _globals['_RENEWHOLDSREQUEST']._serialized_end=1195
-  _globals['_RENEWHOLDSRESPONSE']._serialized_start=1197
-  _globals['_RENEWHOLDSRESPONSE']._serialized_end=1240
-  _globals['_RELEASEHOLDSREQUEST']._serialized_start=1242
-  _globals['_RELEASEHOLDSREQUEST']._serialized_end=1338
-  _globals['_RELEASEHOLDSRESPONSE']._serialized_start=1340
-  _globals['_RELEASEHOLDSRESPONSE']._serialized_end=1362
-  _globals['_REPORTNOTCLAIMEDREQUEST']._serialized_start=1365
-  _globals['_REPORTNOTCLAIMEDREQUEST']._serialized_end=1529
-  _globals['_REPORTNOTCLAIMEDRESPONSE']._serialized_start=1531
-  _globals['_REPORTNOTCLAIMEDRESPONSE']._serialized_end=1557
-  _globals['_HANDOFFSERVICE']._serialized_start=1969
-  _globals['_HANDOFFSERVICE']._serialized_end=2384
+  _globals['_HOLDREF'].fields_by_name['engine_id']._loaded_options = None
+  _globals['_HOLDREF'].fields_by_name['engine_id']._serialized_options = b'\212\265\030\003\010\200\004'
+  _globals['_HOLDREF'].fields_by_name['request_id']._loaded_options = None
+  _globals['_HOLDREF'].fields_by_name['request_id']._serialized_options = b'\212\265\030\003\010\200\004'
+  _globals['_PUBLISHHOLDREQUEST'].fields_by_name['request_id']._loaded_options = None
+  _globals['_PUBLISHHOLDREQUEST'].fields_by_name['request_id']._serialized_options = b'\212\265\030\003\010\200\004'
+  _globals['_PUBLISHHOLDREQUEST'].fields_by_name['positions']._loaded_options = None
+  _globals['_PUBLISHHOLDREQUEST'].fields_by_name['positions']._serialized_options = b'\212\265\030\002(\001'
+  _globals['_CLAIMHOLDREQUEST'].fields_by_name['request_id']._loaded_options = None
+  _globals['_CLAIMHOLDREQUEST'].fields_by_name['request_id']._serialized_options = b'\212\265\030\003\010\200\004'
+  _globals['_CLAIMHOLDREQUEST'].fields_by_name['first_positions']._loaded_options = None
+  _globals['_CLAIMHOLDREQUEST'].fields_by_name['first_positions']._serialized_options = b'\212\265\030\003 \200\002'
+  _globals['_RENEWHOLDSREQUEST'].fields_by_name['holds']._loaded_options = None
+  _globals['_RENEWHOLDSREQUEST'].fields_by_name['holds']._serialized_options = b'\212\265\030\003 \200\010'
+  _globals['_RELEASEHOLDSREQUEST'].fields_by_name['holds']._loaded_options = None
+  _globals['_RELEASEHOLDSREQUEST'].fields_by_name['holds']._serialized_options = b'\212\265\030\003 \200\010'
+  _globals['_REPORTNOTCLAIMEDREQUEST'].fields_by_name['request_id']._loaded_options = None
+  _globals['_REPORTNOTCLAIMEDREQUEST'].fields_by_name['request_id']._serialized_options = b'\212\265\030\003\010\200\004'
+  _globals['_HANDOFFDIRECTION']._serialized_start=1664
+  _globals['_HANDOFFDIRECTION']._serialized_end=1799
+  _globals['_PUBLISHSTATUS']._serialized_start=1802
+  _globals['_PUBLISHSTATUS']._serialized_end=1936
+  _globals['_NOTCLAIMEDREASON']._serialized_start=1939
+  _globals['_NOTCLAIMEDREASON']._serialized_end=2070
+  _globals['_HOLDREF']._serialized_start=118
+  _globals['_HOLDREF']._serialized_end=184
+  _globals['_PUBLISHHOLDREQUEST']._serialized_start=187
+  _globals['_PUBLISHHOLDREQUEST']._serialized_end=453
+  _globals['_PUBLISHHOLDRESPONSE']._serialized_start=456
+  _globals['_PUBLISHHOLDRESPONSE']._serialized_end=589
+  _globals['_CLAIMHOLDREQUEST']._serialized_start=592
+  _globals['_CLAIMHOLDREQUEST']._serialized_end=877
+  _globals['_CLAIMHOLDRESPONSE']._serialized_start=880
+  _globals['_CLAIMHOLDRESPONSE']._serialized_end=1129
+  _globals['_RENEWHOLDSREQUEST']._serialized_start=1132
+  _globals['_RENEWHOLDSREQUEST']._serialized_end=1281
+  _globals['_RENEWHOLDSRESPONSE']._serialized_start=1283
+  _globals['_RENEWHOLDSRESPONSE']._serialized_end=1326
+  _globals['_RELEASEHOLDSREQUEST']._serialized_start=1328
+  _globals['_RELEASEHOLDSREQUEST']._serialized_end=1433
+  _globals['_RELEASEHOLDSRESPONSE']._serialized_start=1435
+  _globals['_RELEASEHOLDSRESPONSE']._serialized_end=1457
+  _globals['_REPORTNOTCLAIMEDREQUEST']._serialized_start=1460
+  _globals['_REPORTNOTCLAIMEDREQUEST']._serialized_end=1633
+  _globals['_REPORTNOTCLAIMEDRESPONSE']._serialized_start=1635
+  _globals['_REPORTNOTCLAIMEDRESPONSE']._serialized_end=1661
+  _globals['_HANDOFFSERVICE']._serialized_start=2073
+  _globals['_HANDOFFSERVICE']._serialized_end=2488
 # @@protoc_insertion_point(module_scope)

@@ -23,30 +23,43 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from . import bounds_pb2 as kvtier_dot_v1_dot_bounds__pb2
 from . import common_pb2 as kvtier_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvtier/v1/session.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvtier/v1/common.proto\"\x15\n\x13\x43\x61pabilitiesRequest\"\xd2\x01\n\x14\x43\x61pabilitiesResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\x19\n\x11protocol_versions\x18\x02 \x03(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12!\n\x06limits\x18\x04 \x01(\x0b\x32\x11.kvtier.v1.Limits\x12!\n\x06region\x18\x05 \x01(\x0b\x32\x11.kvtier.v1.Region\x12\r\n\x05tiers\x18\x06 \x03(\t\x12#\n\x07\x64\x65vices\x18\x08 \x01(\x0b\x32\x12.kvtier.v1.Devices\"+\n\x07\x44\x65vices\x12\x0f\n\x07offered\x18\x01 \x01(\x08\x12\x0f\n\x07why_not\x18\x02 \x01(\t\"\xbd\x01\n\x06Limits\x12\x10\n\x08max_keys\x18\x01 \x01(\r\x12\x15\n\rmax_key_bytes\x18\x02 \x01(\r\x12\x16\n\x0emax_part_bytes\x18\x03 \x01(\x04\x12\x17\n\x0fmax_frame_bytes\x18\x04 \x01(\r\x12+\n\x08max_wait\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tmax_lease\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"F\n\x06Region\x12\x13\n\x0b\x61ttach_path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btakes_calls\x18\x03 \x01(\x08\"\xe2\x01\n\x0bOpenRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x11\n\x04rank\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\'\n\tnamespace\x18\x05 \x01(\x0b\x32\x14.kvtier.v1.Namespace\x12\x0b\n\x03pid\x18\x06 \x01(\x04\x12\x11\n\ttransport\x18\x07 \x01(\t\x12\x16\n\x0e\x65ngine_address\x18\x08 \x01(\t\x12\x14\n\x0cserved_model\x18\t \x01(\tB\x07\n\x05_rank\"m\n\x0cOpenResponse\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration2\x9c\x01\n\x0eSessionService\x12O\n\x0c\x43\x61pabilities\x12\x1e.kvtier.v1.CapabilitiesRequest\x1a\x1f.kvtier.v1.CapabilitiesResponse\x12\x39\n\x04Open\x12\x16.kvtier.v1.OpenRequest\x1a\x17.kvtier.v1.OpenResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvtier/v1/session.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvtier/v1/bounds.proto\x1a\x16kvtier/v1/common.proto\"\x15\n\x13\x43\x61pabilitiesRequest\"\xd2\x01\n\x14\x43\x61pabilitiesResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\x19\n\x11protocol_versions\x18\x02 \x03(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12!\n\x06limits\x18\x04 \x01(\x0b\x32\x11.kvtier.v1.Limits\x12!\n\x06region\x18\x05 \x01(\x0b\x32\x11.kvtier.v1.Region\x12\r\n\x05tiers\x18\x06 \x03(\t\x12#\n\x07\x64\x65vices\x18\x08 \x01(\x0b\x32\x12.kvtier.v1.Devices\"+\n\x07\x44\x65vices\x12\x0f\n\x07offered\x18\x01 \x01(\x08\x12\x0f\n\x07why_not\x18\x02 \x01(\t\"\xbd\x01\n\x06Limits\x12\x10\n\x08max_keys\x18\x01 \x01(\r\x12\x15\n\rmax_key_bytes\x18\x02 \x01(\r\x12\x16\n\x0emax_part_bytes\x18\x03 \x01(\x04\x12\x17\n\x0fmax_frame_bytes\x18\x04 \x01(\r\x12+\n\x08max_wait\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tmax_lease\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"F\n\x06Region\x12\x13\n\x0b\x61ttach_path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btakes_calls\x18\x03 \x01(\x08\"\x9b\x02\n\x0bOpenRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1c\n\x0b\x63lient_name\x18\x02 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80\x04\x12\x1a\n\tengine_id\x18\x03 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80\x04\x12\x11\n\x04rank\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x33\n\tnamespace\x18\x05 \x01(\x0b\x32\x14.kvtier.v1.NamespaceB\n\x8a\xb5\x18\x06\x10\x80\x80\x04\x30\x04\x12\x0b\n\x03pid\x18\x06 \x01(\x04\x12\x1a\n\ttransport\x18\x07 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80\x04\x12\x1f\n\x0e\x65ngine_address\x18\x08 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80\x04\x12\x1d\n\x0cserved_model\x18\t \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80\x04\x42\x07\n\x05_rank\"m\n\x0cOpenResponse\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration2\x9c\x01\n\x0eSessionService\x12O\n\x0c\x43\x61pabilities\x12\x1e.kvtier.v1.CapabilitiesRequest\x1a\x1f.kvtier.v1.CapabilitiesResponse\x12\x39\n\x04Open\x12\x16.kvtier.v1.OpenRequest\x1a\x17.kvtier.v1.OpenResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CAPABILITIESREQUEST']._serialized_start=94
-  _globals['_CAPABILITIESREQUEST']._serialized_end=115
-  _globals['_CAPABILITIESRESPONSE']._serialized_start=118
-  _globals['_CAPABILITIESRESPONSE']._serialized_end=328
-  _globals['_DEVICES']._serialized_start=330
-  _globals['_DEVICES']._serialized_end=373
-  _globals['_LIMITS']._serialized_start=376
-  _globals['_LIMITS']._serialized_end=565
-  _globals['_REGION']._serialized_start=567
-  _globals['_REGION']._serialized_end=637
-  _globals['_OPENREQUEST']._serialized_start=640
-  _globals['_OPENREQUEST']._serialized_end=866
-  _globals['_OPENRESPONSE']._serialized_start=868
-  _globals['_OPENRESPONSE']._serialized_end=977
-  _globals['_SESSIONSERVICE']._serialized_start=980
-  _globals['_SESSIONSERVICE']._serialized_end=1136
+  _globals['_OPENREQUEST'].fields_by_name['client_name']._loaded_options = None
+  _globals['_OPENREQUEST'].fields_by_name['client_name']._serialized_options = b'\212\265\030\003\010\200\004'
+  _globals['_OPENREQUEST'].fields_by_name['engine_id']._loaded_options = None
+  _globals['_OPENREQUEST'].fields_by_name['engine_id']._serialized_options = b'\212\265\030\003\010\200\004'
+  _globals['_OPENREQUEST'].fields_by_name['namespace']._loaded_options = None
+  _globals['_OPENREQUEST'].fields_by_name['namespace']._serialized_options = b'\212\265\030\006\020\200\200\0040\004'
+  _globals['_OPENREQUEST'].fields_by_name['transport']._loaded_options = None
+  _globals['_OPENREQUEST'].fields_by_name['transport']._serialized_options = b'\212\265\030\003\010\200\004'
+  _globals['_OPENREQUEST'].fields_by_name['engine_address']._loaded_options = None
+  _globals['_OPENREQUEST'].fields_by_name['engine_address']._serialized_options = b'\212\265\030\003\010\200\004'
+  _globals['_OPENREQUEST'].fields_by_name['served_model']._loaded_options = None
+  _globals['_OPENREQUEST'].fields_by_name['served_model']._serialized_options = b'\212\265\030\003\010\200\004'
+  _globals['_CAPABILITIESREQUEST']._serialized_start=118
+  _globals['_CAPABILITIESREQUEST']._serialized_end=139
+  _globals['_CAPABILITIESRESPONSE']._serialized_start=142
+  _globals['_CAPABILITIESRESPONSE']._serialized_end=352
+  _globals['_DEVICES']._serialized_start=354
+  _globals['_DEVICES']._serialized_end=397
+  _globals['_LIMITS']._serialized_start=400
+  _globals['_LIMITS']._serialized_end=589
+  _globals['_REGION']._serialized_start=591
+  _globals['_REGION']._serialized_end=661
+  _globals['_OPENREQUEST']._serialized_start=664
+  _globals['_OPENREQUEST']._serialized_end=947
+  _globals['_OPENRESPONSE']._serialized_start=949
+  _globals['_OPENRESPONSE']._serialized_end=1058
+  _globals['_SESSIONSERVICE']._serialized_start=1061
+  _globals['_SESSIONSERVICE']._serialized_end=1217
 # @@protoc_insertion_point(module_scope)

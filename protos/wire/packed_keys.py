@@ -15,8 +15,8 @@ from itertools import accumulate, pairwise
 from ..v1.common_pb2 import PackedKeys
 
 __all__ = [
+    "check_form",
     "count_keys",
-    "lengths_of",
     "pack_keys",
     "pack_offsets",
     "slices_of_keys",
@@ -51,43 +51,45 @@ def count_keys(packed: PackedKeys) -> int:
     return -(-len(packed.lengths) // _LENGTH_BYTES)
 
 
-def lengths_of(packed: PackedKeys) -> Sequence[int]:
-    """Returns the length of each key, or the one length of all of them; empty without keys.
-
-    Raises ValueError if the fields do not fit together.
-    """
+def check_form(packed: PackedKeys) -> None:
+    """Raises ValueError if the fields do not fit together. Does not add up `lengths`."""
     keys, key_bytes, lengths = packed.keys, packed.key_bytes, packed.lengths
-    if key_bytes:
-        if lengths:
-            raise ValueError("only one of key_bytes and lengths may be given")
-        if len(keys) % key_bytes:
-            raise ValueError(f"{len(keys)} bytes are not a multiple of the key length {key_bytes}")
-        return [key_bytes] if keys else []
+    if key_bytes and lengths:
+        raise ValueError("only one of key_bytes and lengths may be given")
+    if key_bytes and len(keys) % key_bytes:
+        raise ValueError(f"{len(keys)} bytes are not a multiple of the key length {key_bytes}")
     if len(lengths) % _LENGTH_BYTES:
         raise ValueError(f"lengths: {len(lengths)} bytes, but each length has {_LENGTH_BYTES}")
-    numbers = _little_endian(array("H", lengths))
-    if sum(numbers) != len(keys):
-        raise ValueError(f"the keys have {len(keys)} bytes, but their lengths add up to {sum(numbers)}")
-    return numbers
+    if keys and not key_bytes and not lengths:
+        raise ValueError(f"{len(keys)} bytes of keys without key_bytes or lengths")
 
 
 def slices_of_keys(packed: PackedKeys, most: int) -> Iterator[tuple[bytes, list[bytes]]]:
-    """Yields slices of at most `most` keys: their bytes, and the keys. Raises like `lengths_of`."""
-    keys, key_bytes, lengths = packed.keys, packed.key_bytes, lengths_of(packed)
+    """Yields slices of at most `most` keys: their bytes, and the keys.
+
+    Raises ValueError if the fields do not fit together. Finds only with the last slices that the
+    lengths do not add up to the number of bytes.
+    """
+    check_form(packed)
+    keys, key_bytes = packed.keys, packed.key_bytes
     if key_bytes:
         for start in range(0, len(keys), most * key_bytes):
             part = keys[start : start + most * key_bytes]
             yield part, unpack_keys(part, key_bytes)
         return
-    end = 0
+    lengths, end = _little_endian(array("H", packed.lengths)), 0
     for first in range(0, len(lengths), most):
         ends = list(accumulate(lengths[first : first + most], initial=end))
         end = ends[-1]
+        if end > len(keys):
+            break
         yield keys[ends[0] : end], [keys[start:stop] for start, stop in pairwise(ends)]
+    if end != len(keys):
+        raise ValueError(f"the keys have {len(keys)} bytes, but their lengths add up to another number")
 
 
 def unpack_key_list(packed: PackedKeys) -> list[bytes]:
-    """Returns the keys. Raises ValueError like `lengths_of`."""
+    """Returns the keys. Raises ValueError like `slices_of_keys`."""
     return [key for _, keys in slices_of_keys(packed, max(1, count_keys(packed))) for key in keys]
 
 

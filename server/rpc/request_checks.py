@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from google.protobuf.duration_pb2 import Duration
 
 from ...protos.durations import seconds_of
 from ...protos.v1 import cache_pb2, common_pb2
-from ...protos.wire.packed_keys import count_keys, lengths_of
+from ...protos.wire.packed_keys import check_form, count_keys, slices_of_keys
 from ...protos.wire.request_bounds import OutOfBounds, RequestBounds
 from ...tiers.negotiation import Medium, TierFilter
 from ...tiers.types import GROUP_INDEX_BYTES, NamespaceSpec
@@ -71,16 +71,30 @@ class RequestValidator:
         self._handoff = handoff
 
     def check_keys(self, keys: common_pb2.PackedKeys) -> None:
-        """Checks the number and the lengths of keys. An empty list is valid."""
+        """Checks the number of keys, and their length if they have one. An empty list is valid."""
         number = count_keys(keys)
         if number > self.limits.max_keys:
             raise Refused("TOO_MANY_KEYS", f"{number} keys in one call; the limit is {self.limits.max_keys}")
         try:
-            lengths = set(lengths_of(keys))
+            check_form(keys)
         except ValueError as error:
             raise Refused("INVALID_KEY", f"keys: {error}") from None
-        if lengths:
-            self._check_lengths(lengths)
+        if number and keys.key_bytes:
+            self._check_lengths((keys.key_bytes,))
+
+    def slices_of(self, keys: common_pb2.PackedKeys, most: int) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Checks keys in slices of at most `most`. Yields the bytes of each slice, and its keys.
+
+        65,536 keys of different lengths take 20 ms. A caller does other work between the slices.
+        """
+        self.check_keys(keys)
+        try:
+            for joined, part in slices_of_keys(keys, most):
+                if not keys.key_bytes:
+                    self._check_lengths(set(map(len, part)))
+                yield joined, part
+        except ValueError as error:
+            raise Refused("INVALID_KEY", f"keys: {error}") from None
 
     def check_groups(self, keys: Sequence[bytes], packed: bytes, key_bytes: int, namespace: NamespaceSpec) -> None:
         """Raises `InvalidKey` for an unknown group. `packed`: the bytes of the keys."""

@@ -95,11 +95,9 @@ class SocketCallServer:
             return _refusal(number, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         if self._interceptor.bounds is None:
             return None
-        most = self._interceptor.bounds.max_bytes(start[1 : 1 + start[0]].decode(errors="replace")) + _NAME_BYTES
-        if length <= most:
-            return None
-        text = f"the request has {length} bytes; the limit is {most}"
-        return pack_error(number, status_of("INVALID_ARGUMENT", text))
+        method = start[1 : 1 + start[0]].decode(errors="replace")
+        refusal = self._interceptor.bounds.size_refusal(method, length - 1 - start[0])
+        return None if refusal is None else pack_error(number, status_of(refusal.reason, str(refusal)))
 
     async def serve(self, transport: asyncio.Transport, hello: Hello, caller: Identity = OWNER) -> None:
         """Serves a connection of a session until it ends, then closes it."""

@@ -179,8 +179,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.CompleteStoreRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.CompleteStoreResponse:
         session = self._sessions.get(request.session, is_release=True)
-        failed = None if request.abort else request.failed_items
-        unreceived = await self._complete_store(session, StoreId(request.store_id), failed)
+        unreceived = await self._complete_store(session, StoreId(request.store_id), request.failed_items)
         return cache_pb2.CompleteStoreResponse(failed_items=unreceived)
 
     async def WithdrawGrants(

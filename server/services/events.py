@@ -123,7 +123,7 @@ class EventService(events_pb2_grpc.EventServiceServicer):
         block_bytes = len(tokens) // number
         if block_bytes > _MAX_BLOCK_BYTES:
             raise Refused("INVALID_ARGUMENT", f"contents: a block has more than {_MAX_BLOCK_BYTES} bytes of token ids")
-        if block_bytes * number != len(tokens) or len(parents.keys) != len(packed):
+        if block_bytes * number != len(tokens) or len(parents.keys) != len(packed) or parents.lengths:
             raise Refused("INVALID_ARGUMENT", "contents: token_ids and parent_keys do not match the number of keys")
         groups = self._sessions.find(request.session).groups
         for start in range(0, number, _DESCRIBED):

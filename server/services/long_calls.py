@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ...protos.v1 import common_pb2
-from ...protos.wire.packed_keys import count_keys, slices_of_keys
+from ...protos.wire.packed_keys import count_keys
 from ...tiers.base import TierFilter
 from ...tiers.core.commands import Waiter
 from ...tiers.core.holds import Hold, HoldClaim, SlicedPublication
@@ -64,9 +64,8 @@ class LongCalls:
 
         Without a session the groups are not checked.
         """
-        validator.check_keys(packed)
         is_long, keys = count_keys(packed) > _KEY_SLICE, list[bytes]()
-        for joined, part in slices_of_keys(packed, _KEY_SLICE):
+        for joined, part in validator.slices_of(packed, _KEY_SLICE):
             if is_long:
                 await self._turn(session)
             if session is not None:

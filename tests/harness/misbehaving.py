@@ -108,8 +108,10 @@ class World:
         request = cache_pb2.PrepareStoreRequest(session=session.ref, keys=pack_keys(keys))
         answer = session.cache.PrepareStore(request, timeout=TIMEOUT)
         assert set(answer.statuses) == {StoreStatus.GRANTED}
-        abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=answer.store_id, abort=True)
-        self.held.append(lambda: session.cache.CompleteStore(abort, timeout=TIMEOUT))
+        discard = cache_pb2.CompleteStoreRequest(
+            session=session.ref, store_id=answer.store_id, failed_items=range(len(keys))
+        )
+        self.held.append(lambda: session.cache.CompleteStore(discard, timeout=TIMEOUT))
         store_id: int = answer.store_id
         return store_id
 

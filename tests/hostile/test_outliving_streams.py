@@ -263,13 +263,12 @@ def _statuses(session: RawSession, count: int) -> list[int]:
         cache_pb2.PrepareStoreRequest(session=session.ref, keys=pack_keys(keys)), timeout=TIMEOUT
     )
     if answer.store_id:
-        abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=answer.store_id, abort=True)
-        session.cache.CompleteStore(abort, timeout=TIMEOUT)
+        discard(session, answer.store_id, list(answer.statuses).count(StoreStatus.GRANTED))
     return list(answer.statuses)
 
 
-def abort(session: RawSession, store_id: int) -> None:
-    request = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
+def discard(session: RawSession, store_id: int, blocks: int = COUNT) -> None:
+    request = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, failed_items=range(blocks))
     session.cache.CompleteStore(request, timeout=TIMEOUT)
 
 
@@ -279,7 +278,7 @@ def _stored(client: Client, keys: list[bytes]) -> bool:
     return set(statuses) <= {StoreStatus.GRANTED, StoreStatus.PRESENT}
 
 
-@pytest.mark.parametrize("end_store", [abort, end])
+@pytest.mark.parametrize("end_store", [discard, end])
 def test_a_stalled_push_changes_no_other_block(place: Place, end_store: Callable[[RawSession, int], None]) -> None:
     """The rest of a frame arrives when the slots already belong to the victim."""
     with contextlib.ExitStack() as stack:

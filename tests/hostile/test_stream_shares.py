@@ -100,7 +100,9 @@ def test_stalled_streams_end_no_stream_of_others(site: Site, attacker: Route, se
                         stores.append(prepare(session, next(keys)))
                         connection.send(push_call(stores[-1]), pack_data_head(1, 0, PART, 0), bytes(PART // 2))
                     for store_id in stores:
-                        request = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
+                        request = cache_pb2.CompleteStoreRequest(
+                            session=session.ref, store_id=store_id, failed_items=[0]
+                        )
                         session.cache.CompleteStore(request, timeout=60)
         except Exception as error:  # noqa: BLE001 - shown by the test
             defects.append(error)
@@ -124,7 +126,7 @@ def test_a_cancelled_end_of_a_store_leaves_no_exception(site: Site, attacker: Ro
         with attacker.open(session) as connection:
             store_id = prepare(session, fresh(f"cancelled {number}", 1))
             connection.send(push_call(store_id), pack_data_head(1, 0, PART, 0), bytes(PART // 2))
-            request = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
+            request = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, failed_items=[0])
             call = session.cache.CompleteStore.future(request, timeout=60)
             call.cancel()
             with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError):

@@ -69,7 +69,7 @@ def test_invalid_stores(caller: Caller, name: str) -> None:
         session=caller.raw.ref, buffers_id=caller.buffers_id, store_id=store_id, blocks=[4, 2], items=[2, 0]
     )
     assert caller.calls.StoreFromDevice(good, timeout=60).moved_bytes == 2 * PART
-    caller.abort(store_id)
+    caller.discard(store_id, 3)
     assert caller.store(store_id, blocks=[0, 1, 2]) == "STORE_NOT_FOUND"
 
 

@@ -266,8 +266,8 @@ def test_a_session_that_ends_in_mid_copy(service: Service, executor: ThreadPoolE
         assert_no_slot_is_lost(service, other)
 
 
-def test_a_store_is_not_aborted_under_its_copy(service: Service, executor: ThreadPoolExecutor) -> None:
-    """Aborting a store is answered after the server's copy for it has ended."""
+def test_a_store_is_not_discarded_under_its_copy(service: Service, executor: ThreadPoolExecutor) -> None:
+    """The discard of a store is answered after the server's copy for it has ended."""
     with closing(Caller(service, "raw")) as caller:
         caller.register()
         store_id = caller.prepare(KEYS)
@@ -278,11 +278,11 @@ def test_a_store_is_not_aborted_under_its_copy(service: Service, executor: Threa
         storing = caller.calls.StoreFromDevice.future(request, timeout=60)
         service.gate.wait_reached()
         storing.cancel()
-        aborting = executor.submit(caller.abort, store_id)
-        assert not futures.wait([aborting], 0.2).done
+        ending = executor.submit(caller.discard, store_id, BLOCKS)
+        assert not futures.wait([ending], 0.2).done
         assert service.server.status().stores == 1
         service.gate.open()
-        aborting.result(60)
+        ending.result(60)
         service.server.wait_for(lambda status: not status.stores and not status.quarantined_bytes)
 
 

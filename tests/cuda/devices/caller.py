@@ -49,8 +49,8 @@ class Caller:
         store_id: int = self.raw.cache.PrepareStore(request, timeout=60).store_id
         return store_id
 
-    def abort(self, store_id: int) -> None:
-        request = cache_pb2.CompleteStoreRequest(session=self.raw.ref, store_id=store_id, abort=True)
+    def discard(self, store_id: int, blocks: int) -> None:
+        request = cache_pb2.CompleteStoreRequest(session=self.raw.ref, store_id=store_id, failed_items=range(blocks))
         self.raw.cache.CompleteStore(request, timeout=60)
 
     def store(self, store_id: int, **fields: Any) -> str | None:

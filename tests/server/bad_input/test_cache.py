@@ -72,7 +72,10 @@ CACHE_CASES: dict[str, tuple[Callable[[World], dict[str, Any]], tuple[str, str |
     "Touch of too many": (lambda _: {"lease_ids": range(1_000_000)}, INVALID),
     "CompleteStore of an unknown store": (lambda _: {"store_id": 4711}, NO_STORE),
     "CompleteStore of another client's": (lambda w: {"store_id": w.store(w.theirs)}, NOT_OWNER),
-    "CompleteStore aborts another client's": (lambda w: {"store_id": w.store(w.theirs), "abort": True}, NOT_OWNER),
+    "CompleteStore discards another client's": (
+        lambda w: {"store_id": w.store(w.theirs), "failed_items": range(len(FRESH))},
+        NOT_OWNER,
+    ),
     "CompleteStore with an unknown item": (lambda w: {"store_id": w.store(), "failed_items": [0, 8]}, INVALID),
     "CompleteStore with an item far out": (lambda w: {"store_id": w.store(), "failed_items": [2**32 - 1]}, INVALID),
     "FinishRequest with a long id": (lambda _: {"request_id": "r" * 600}, INVALID),
@@ -105,7 +108,7 @@ def test_bad_calls_are_refused(world: World, case: str) -> None:
 def test_completing_twice(world: World) -> None:
     """The second completion of a store or lease finds nothing, and the first stays valid."""
     store_id, lease_id = world.store(), world.lease()
-    store = call("CompleteStore", lambda _: {"store_id": store_id, "abort": True})
+    store = call("CompleteStore", lambda _: {"store_id": store_id, "failed_items": range(len(FRESH))})
     load = call("CompleteLoad", lambda _: {"lease_id": lease_id, "release": True})
     for complete, second in ((store, NO_STORE), (load, NO_LEASE)):
         complete(world)

@@ -77,7 +77,7 @@ def test_keys_may_have_different_lengths(world: World) -> None:
     new = [KEYS[0], make_key(b"another length", 0)]
     granted: Any = call("PrepareStore", lambda _: cache_pb2.PrepareStoreRequest(keys=pack_keys(new)))(world)
     assert list(granted.statuses) == [StoreStatus.PRESENT, StoreStatus.GRANTED]
-    call("CompleteStore", lambda _: cache_pb2.CompleteStoreRequest(store_id=granted.store_id, abort=True))(world)
+    call("CompleteStore", lambda _: cache_pb2.CompleteStoreRequest(store_id=granted.store_id, failed_items=[0]))(world)
 
 
 @pytest.mark.parametrize("method", WITH_KEYS)
@@ -120,4 +120,4 @@ def test_a_repeated_key_has_one_lease_and_one_slot(world: World) -> None:
         world
     )
     assert list(granted.statuses) == [StoreStatus.GRANTED] + [StoreStatus.IN_PROGRESS] * 4999
-    call("CompleteStore", lambda _: cache_pb2.CompleteStoreRequest(store_id=granted.store_id, abort=True))(world)
+    call("CompleteStore", lambda _: cache_pb2.CompleteStoreRequest(store_id=granted.store_id, failed_items=[0]))(world)

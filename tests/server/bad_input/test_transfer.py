@@ -177,8 +177,8 @@ def test_a_push_to_an_ended_store_is_refused(world: World) -> None:
     def messages() -> Iterator[bytes]:
         yield message_of(world, store_id, bytes(100))
         wait_until(lambda: locate(world.mine, store_id).received_bytes)
-        abort = cache_pb2.CompleteStoreRequest(session=world.mine.ref, store_id=store_id, abort=True)
-        world.mine.cache.CompleteStore(abort, timeout=TIMEOUT)
+        end = cache_pb2.CompleteStoreRequest(session=world.mine.ref, store_id=store_id, failed_items=range(len(FRESH)))
+        world.mine.cache.CompleteStore(end, timeout=TIMEOUT)
         yield encode_push_frame(100, xxhash.xxh3_64_intdigest(b"late"), [b"late"])
 
     assert outcome_of(lambda: world.mine.push(messages(), timeout=TIMEOUT)) == NO_STORE
@@ -216,7 +216,7 @@ def test_a_session_has_a_limited_number_of_grpc_streams(world: World) -> None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_cancelled_push_leaves_no_block(world: World, service: str) -> None:
-    """The store can still be aborted (B4.5)."""
+    """The store can still be ended (B4.5)."""
     store_id, cancelled = world.store(), threading.Event()
 
     def messages() -> Iterator[bytes]:

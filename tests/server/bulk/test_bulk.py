@@ -247,8 +247,8 @@ def test_a_hanging_bulk_process_is_killed(route: Route, server: ServerProcess) -
         connection.send(push_call(store_id), *(data_frame(bytes(PART), number * PART) for number in range(8)))
         wait_until(lambda: locate(session, store_id).received_bytes)
         pid = kill_bulk(server, signal.SIGSTOP)
-        abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
-        session.cache.CompleteStore(abort, timeout=TIMEOUT / 2)
+        discard = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, failed_items=range(12))
+        session.cache.CompleteStore(discard, timeout=TIMEOUT / 2)
         assert bulk_pid(server.pid) != pid
         assert server.status().quarantined_bytes == 0
 

@@ -8,7 +8,7 @@ import resource
 import signal
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -82,8 +82,8 @@ def begin_push(session: RawSession, connection: RawSocket, keys: list[bytes]) ->
     return store_id
 
 
-def complete(session: RawSession, store_id: int, *, abort: bool = False) -> None:
-    request = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=abort)
+def complete(session: RawSession, store_id: int, failed: Iterable[int] = ()) -> None:
+    request = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, failed_items=failed)
     session.cache.CompleteStore(request, timeout=TIMEOUT)
 
 
@@ -199,7 +199,7 @@ def test_a_stalled_stream_does_not_delay_the_end_of_its_store(
     connection.send(frame[: PART // 2])
     pid = bulk_pid(route.server.pid)
     started = time.monotonic()
-    complete(session, store_id, abort=True)
+    complete(session, store_id, range(12))
     assert time.monotonic() - started < TIMEOUT / 2
     assert bulk_pid(route.server.pid) == pid, "the process answers, and was killed"
     with pytest.raises(OSError, match=r"[Bb]roken|[Rr]eset|EOF"):
@@ -254,7 +254,7 @@ def test_repeated_bytes_do_not_complete_a_store(session: RawSession, connection:
     code, message = connection.answer()
     answer = transfer_pb2.PushResponse.FromString(message)
     assert (code, answer.received_bytes, answer.completed) == (0, 2 * PART, False)
-    complete(session, store_id, abort=True)
+    complete(session, store_id, range(2))
 
 
 @pytest.mark.parametrize("frame", ["data", "end"])
@@ -268,7 +268,7 @@ def test_a_frame_of_another_call_ends_a_push(session: RawSession, connection: Ra
         connection.send(crossed)
     assert connection.is_ended()
     assert locate(session, store_id).received_bytes == PART
-    complete(session, store_id, abort=True)
+    complete(session, store_id, range(2))
 
 
 @pytest.mark.parametrize("number", [1, 0, 1 + (1 << 32), 1 - (1 << 32)])

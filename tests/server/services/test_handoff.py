@@ -222,7 +222,7 @@ def test_a_restart_ends_all_holds(prefill: Client, decode: Client, server: Serve
 
 
 def test_a_client_renews_and_releases_any_number_of_holds(prefill: Client) -> None:
-    """One call can name 4,096 holds, so the client makes several calls."""
+    """One call can name 1,024 holds, so the client makes several calls."""
     published(prefill, stored(prefill, 4), hold_for=300)
     others = [HoldName("prefill", f"other-{number}") for number in range(5000)]
     assert prefill.renew_holds(*others[:4500], HOLD, *others[4500:]) == others

@@ -18,6 +18,7 @@ from kvtier.protos.v1.common_pb2 import PackedKeys
 from kvtier.protos.wire.packed_keys import pack_keys, slices_of_keys, unpack_offsets
 from kvtier.server.bulk.messages import Begin, Caller, End, Granted, Refusal
 from kvtier.server.refused import Refused
+from kvtier.server.rpc import request_checks
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services import long_calls
 from kvtier.tiers.base import NamespaceId, TierFilter
@@ -238,7 +239,7 @@ def test_the_keys_of_a_request_are_read_in_slices(monkeypatch: pytest.MonkeyPatc
                     yield joined, found
                     slices.append((scheduler.turns, len(found)))
 
-            monkeypatch.setattr(long_calls, "slices_of_keys", read)
+            monkeypatch.setattr(request_checks, "slices_of_keys", read)
             names = [more + KEYS[0], *KEYS * 15, *KEYS[:5]]
             kind: Any = getattr(cache_pb2, f"{call}Request")
             bad = KEYS[0][:-4] + b"\0\0\0\7"
@@ -254,8 +255,16 @@ def test_the_keys_of_a_request_are_read_in_slices(monkeypatch: pytest.MonkeyPatc
                 else:
                     await work
                     assert sum(number for _, number in slices) == len(names)
-                assert max(number for _, number in slices) <= 8192
+                assert max(number for _, number in slices) <= long_calls._KEY_SLICE
                 assert len({turn for turn, _ in slices}) == len(slices) >= 7
+            slices.clear()
+            packed = pack_keys(names)
+            packed.keys += KEYS[0] if more else b"x"  # bytes without a length, or a part of a key
+            with pytest.raises(Refused, match=r"keys: .* bytes") as refused:
+                await getattr(calls.service, call)(kind(keys=packed), None)
+            assert refused.value.reason == "INVALID_KEY"
+            assert bool(slices) == bool(more)  # the lengths are added up in slices
+            assert len({turn for turn, _ in slices}) == len(slices)
 
     asyncio.run(scenario())
 
