@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 
 from ...tiers.base import TierFilter
 from ...tiers.core.commands import Waiter
-from ...tiers.core.holds import Hold, HoldClaim, SlicedPublication
 from ...tiers.core.in_flight_stores import STORE_SLICE
 from ...tiers.core.operations import Operation
 from ...tiers.core.secondary import Presence
 from ...tiers.errors import LeaseNotFound
-from ...tiers.types import DurableStatus, EngineSession, LeaseId, PublishStatus, StoreId
+from ...tiers.types import DurableStatus, EngineSession, LeaseId, StoreId
 from ..refused import Refused
 from ..rpc.request_checks import NamesKeys, RequestValidator
 from ..rpc.sessions import SessionRegistry
@@ -223,39 +222,6 @@ class LongCalls:
             slots += store.slots(part)
             sizes += [block.part_bytes for block in part]
         return slots, sizes
-
-    async def publish(self, publication: SlicedPublication) -> Hold | PublishStatus:
-        """Publishes a hold. If the call is cancelled or fails, no hold remains."""
-        handoffs, more, is_long = self._core.handoffs, True, len(publication.keys) > STORE_SLICE
-        try:
-            while more:
-                if is_long:
-                    await self._scheduler.turn(publication.session)
-                self._runtime.get_finished_jobs()
-                more = handoffs.publish_slice(publication, STORE_SLICE, self._runtime.now())
-                is_long = True  # also if few blocks wait until the pins of ended holds are removed
-                self._runtime.run_commands()
-        except BaseException:  # also a cancellation
-            handoffs.abandon(publication, self._runtime.now())
-            self._runtime.run_commands()
-            raise
-        assert publication.result is not None
-        return publication.result
-
-    async def claim(self, claim: HoldClaim, lease_seconds: float) -> None:
-        """Performs a claim. If the call is cancelled or fails, no lease remains."""
-        claims, more = self._core.handoffs.claims, True
-        try:
-            while more:
-                if len(claim.hold.keys) > STORE_SLICE:
-                    await self._scheduler.turn(claim.session)
-                now = self._runtime.now()
-                more = claims.claim_slice(claim, STORE_SLICE, expires_at=now + lease_seconds, now=now)
-                self._runtime.run_commands()
-        except BaseException:  # also a cancellation: the client never gets the lease's id
-            claims.abandon(claim)
-            self._runtime.run_commands()
-            raise
 
     async def complete_store(self, session: EngineSession, store_id: StoreId, failed: Sequence[int]) -> Sequence[int]:
         """Ends a store, also if the call is cancelled meanwhile. Raises a CoreError, `Refused`.

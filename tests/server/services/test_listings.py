@@ -40,15 +40,17 @@ async def service() -> AsyncIterator[Any]:
     run_to_end(core.complete_store(session, answer.store_id))
     for number in range(COUNT):
         run_to_end(core.lookup(session, KEYS, now=0, lease_seconds=1e12))
-        core.handoffs.publish(
-            session,
-            f"r{number}",
-            KEYS,
-            range(4),
-            num_tokens=64,
-            direction=HandoffDirection.PREFILL_TO_DECODE,
-            duration=60,
-            now=runtime.now(),
+        run_to_end(
+            core.handoffs.publish(
+                session,
+                f"r{number}",
+                KEYS,
+                range(4),
+                num_tokens=64,
+                direction=HandoffDirection.PREFILL_TO_DECODE,
+                duration=60,
+                now=runtime.now(),
+            )
         )
     sessions = SessionRegistry(runtime, 1)
     turns = SliceScheduler(sessions)
