@@ -104,11 +104,13 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
         tiers = self._validator.tiers(request.exclude)
-        self._core.check_filter(tiers)
+        self._core.excluded(tiers)
         keys = await self._long_calls.keys_of(session, self._validator, request)
-        deadline = self._runtime.now() + self._validator.wait(request.wait)
+        now = self._runtime.now()
+        deadline = now + self._validator.wait(request.wait)
         retain_for = self._validator.retention(request.retain_for)
-        await self._long_calls.query_shared_tiers(session, keys, tiers, deadline, prefix=True)
+        query = self._core.query_shared_tiers(session, keys, tiers, prefix=True, deadline=deadline, now=now)
+        await self._long_calls.run(session, query)
         located = await self._sources.locate(session, request.source, keys, tiers, deadline, prefix=True)
         try:
             prefetch = self._core.prefetch(
@@ -258,7 +260,10 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._sessions.get(request.session)
         deadline = self._runtime.now() + self._validator.wait(request.wait)
         keys = await self._long_calls.keys(session, self._validator, request.keys)
-        return cache_pb2.FlushResponse(statuses=await self._long_calls.flush(session, keys, deadline))
+        now = self._runtime.now()
+        with self._long_calls.waiting(session) if deadline > now else contextlib.nullcontext(False) as may_wait:
+            flush = self._core.flush(session.namespace.id, keys, deadline=deadline if may_wait else now, now=now)
+            return cache_pb2.FlushResponse(statuses=await self._long_calls.run(session, flush))
 
     async def FinishRequest(
         self, request: cache_pb2.FinishRequestRequest, context: grpc.aio.ServicerContext
@@ -295,7 +300,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, session: EngineSession, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest
     ) -> _LookupOptions:
         tiers = self._validator.tiers(request.exclude)
-        self._core.check_filter(tiers)
+        self._core.excluded(tiers)
         return _LookupOptions(
             keys=await self._long_calls.keys_of(session, self._validator, request),
             prefix=request.mode != cache_pb2.LOOKUP_MODE_EACH,
@@ -315,9 +320,15 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         # May raise. After the lookup, an error would leave a lease that no client knows.
         if want_slots:
             session.own_rank()
-        await self._long_calls.query_shared_tiers(
-            session, options.keys, options.tiers, options.deadline, prefix=options.prefix
+        query = self._core.query_shared_tiers(
+            session,
+            options.keys,
+            options.tiers,
+            prefix=options.prefix,
+            deadline=options.deadline,
+            now=self._runtime.now(),
         )
+        await self._long_calls.run(session, query)
         located = await self._sources.locate(
             session, options.source, options.keys, options.tiers, options.deadline, prefix=options.prefix
         )

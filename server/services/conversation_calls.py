@@ -13,7 +13,7 @@ import grpc
 
 from ...protos.durations import duration_of
 from ...protos.v1 import conversation_pb2, conversation_pb2_grpc
-from ...tiers.base import NamespaceId, TierFilter
+from ...tiers.base import NamespaceId
 from ...tiers.core.conversation_tasks import PIN_SECONDS, ActionCounts, BlockAction, ConversationTask, TierUse
 from ...tiers.core.conversations import Conversation, number_in
 from ...tiers.types import NAMESPACE_BYTES, NamespaceSpec
@@ -35,7 +35,6 @@ _MAX_ACTIONS, _MAX_WAITING = 16, 256
 _MAX_CONVERSATIONS = 100
 _PAGE_KEYS = 65_536
 """A page ends when its conversations have this number of keys, because each key is searched."""
-_ALL_TIERS = TierFilter()
 _SHARED_TIER_SECONDS = 1.0
 """Maximum time for which a prefetch waits for the answers of shared tiers."""
 
@@ -186,8 +185,10 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         for namespace, keys in prompts:
             session = self._core.open_session(secrets.token_bytes(16), "conversations", None, namespace, tenant=tenant)
             try:
-                deadline = self._runtime.now() + _SHARED_TIER_SECONDS
-                await self._long_calls.query_shared_tiers(session, keys, _ALL_TIERS, deadline, prefix=False, own=True)
+                now = self._runtime.now()
+                deadline = now + _SHARED_TIER_SECONDS
+                query = self._core.query_shared_tiers(session, keys, prefix=False, deadline=deadline, now=now)
+                await self._long_calls.run(None, query)
                 now = self._runtime.now()
                 prefetch = self._core.prefetch(
                     session,

@@ -14,7 +14,7 @@ from ..base import NamespaceId, Outcome, RequestInfo, TierFilter
 from ..errors import InvalidNamespace, UnknownSession
 from ..stats.request_log import RequestRecord
 from ..types import EngineSession, JobId, LeaseId, NamespaceSpec, Negotiation, Owner, StoreAnswer, StoreId
-from .bulk_eviction import EvictionRequest, EvictionTask
+from .bulk_eviction import Eviction, EvictionRequest
 from .commands import Command, LeaseSettled
 from .in_flight_stores import STORE_SLICE, Preparation, Store
 from .leases import LOOKUP_SLICE, BlockLease, LookupAnswer
@@ -179,10 +179,6 @@ class TierManager(CoreParts):
         )
         return self._lookups.run_prefetch(lookup, now)
 
-    def check_filter(self, tiers: TierFilter) -> None:
-        """Raises InvalidItem if the filter names an unknown tier or the CPU tier."""
-        self._transfers.residency.excluded(tiers)
-
     def lease(self, session: EngineSession, lease_id: LeaseId) -> BlockLease:
         """Returns a lease of this session's engine. Raises LeaseNotFound, NotOwner."""
         return self._lookups.leases.get(lease_id, session.engine)
@@ -289,9 +285,9 @@ class TierManager(CoreParts):
     def resetting(self, session: EngineSession) -> int:
         return self._cpu_tier.pending_reset_blocks(session.namespace.id)
 
-    def evict(self, wanted: EvictionRequest) -> EvictionTask:
-        """Queues an operator's eviction. It runs in slices, after all evictions queued earlier."""
-        return self._sliced_work.evict(wanted, self._now)
+    def evict(self, wanted: EvictionRequest) -> Eviction:
+        """Returns an operator's eviction, which `Eviction.run` performs."""
+        return Eviction(wanted, [self._cpu_tier, *self._transfers.sources(self._cpu_tier.used_at)], self._now)
 
     def leases(self) -> list[BlockLease]:
         return list(self._lookups.leases)

@@ -18,6 +18,7 @@ from kvtier.server.rpc.slice_scheduler import SliceScheduler
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.admin import AdminService
 from kvtier.server.services.admin_messages import build_status
+from kvtier.server.services.long_calls import LongCalls
 from kvtier.server.telemetry.loop_lag import LoopLag
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.types import HandoffDirection, NamespaceSpec
@@ -55,7 +56,7 @@ async def service() -> AsyncIterator[Any]:
     sessions = SessionRegistry(runtime, 1)
     turns = SliceScheduler(sessions)
     status = partial(build_status, runtime, sessions, 0.0, LoopLag(), turns.pause)
-    yield AdminService(runtime, sessions, status, None, turns)  # type: ignore[arg-type]
+    yield AdminService(runtime, sessions, status, None, LongCalls(runtime, sessions, turns))  # type: ignore[arg-type]
     await runtime.close()
 
 

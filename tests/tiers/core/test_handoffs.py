@@ -247,8 +247,8 @@ def test_a_block_without_a_content_hash_ends_with_its_hold() -> None:
     rig = HoldRig(ModelTier("near", 1 << 20))
     rig.store([*keys(0), PRIVATE])
     assert [len(job.blocks) for job in rig.core.take_commands() if isinstance(job, StoreInTier)] == [1]
-    assert rig.core.durability.flush(rig.session.namespace.id, [PRIVATE]) == b"\x03", "volatile, and it stays so"
-    rig.core.durability.store_skipped()
+    assert run_to_end(rig.core.flush(rig.session.namespace.id, [PRIVATE])) == b"\x03", "volatile, and it stays so"
+    rig.core.store_skipped()
     assert not [job for job in rig.core.take_commands() if isinstance(job, StoreInTier)]
     rig.publish([*keys(0), PRIVATE])
     claim = rig.claim()

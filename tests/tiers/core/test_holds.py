@@ -300,6 +300,6 @@ def test_partial_blocks_are_never_passed_to_tiers() -> None:
             core.lookup(session, [*keys(0), PRIVATE], prefix=False, request_id=request, now=0, lease_seconds=60)
         ).lease
         core.release(session, lease.id)
-    assert core.durability.flush(session.namespace.id, [PRIVATE]) == b"\x03"
+    assert run_to_end(core.flush(session.namespace.id, [PRIVATE])) == b"\x03"
     stored = [block.key for command in core.take_commands() for block in getattr(command, "blocks", ())]
     assert stored == keys(0)

@@ -134,11 +134,6 @@ def next_victims(core: TierManager) -> list[set[Block]]:
     return [set(queue.demoted) for queue in core._cpu_tier.queues.all()]
 
 
-def is_clearing(core: TierManager) -> bool:
-    """Returns whether an eviction on demand is running."""
-    return bool(core._sliced_work._eviction_tasks)
-
-
 def unswept(core: TierManager, namespace: bytes) -> list[Block]:
     """Returns the blocks of a namespace that a reset has invalidated and not yet visited."""
     indexes = core._cpu_tier._index._invalidated.get(NamespaceId(namespace), ())
@@ -377,7 +372,6 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "questions": core._transfers.residency._queries,
         "blocks of a reset": core._cpu_tier._index._unlinked,
         "indexes of a reset": core._cpu_tier._index._invalidated,
-        "evictions on demand": core._sliced_work._eviction_tasks,
         "holds": core.handoffs._table._holds,
         "holds by tenant": core.handoffs._table._per_tenant,
         "held items": core.handoffs._table._items,
