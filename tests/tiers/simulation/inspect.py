@@ -25,6 +25,7 @@ from kvtier.tiers.core.requests import Request
 from kvtier.tiers.core.room_queue import _Line
 from kvtier.tiers.core.secondary import GATHER_SECONDS, SecondaryTierState
 from kvtier.tiers.core.transfers import JobKind
+from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import TenantShare
 from kvtier.tiers.types import EngineSession, NamespaceSpec, tenant_of
 
@@ -258,6 +259,11 @@ def is_evictable(secondary: SecondaryTierState, here: list[CatalogEntry]) -> Cou
         if secondary.catalog._is_evictable(entry):
             count[entry.queue.share.name] += entry.nbytes
     return count
+
+
+def queues_of_cpu(core: TierManager) -> EvictionQueues[Block]:
+    """Returns the eviction queues of the CPU tier."""
+    return core._cpu_tier.queues
 
 
 def promises(secondary: SecondaryTierState, here: list[CatalogEntry]) -> dict[Name, float]:

@@ -140,6 +140,8 @@ EXERCISED = (
     "uses declined",
     "writes after the end",
     "wrong items named",
+    "actions on conversations abandoned",
+    "actions on conversations in slices",
     "claims abandoned",
     "claims ended with their hold or lease",
     "claims in slices",
