@@ -21,6 +21,7 @@ from .rpc.sessions import SessionRegistry
 from .runtime import TierRuntime
 from .services.admin import AdminService
 from .services.admin_messages import build_status
+from .services.long_calls import LongCalls
 from .startup import (
     Backend,
     StartError,
@@ -189,8 +190,9 @@ class Server:
         drain, loop_lag = Drain(runtime, sessions, self._end), LoopLag()
         status = partial(build_status, runtime, sessions, started, loop_lag, listeners.turns.pause)
         self.ports = bind_endpoints(config, listeners.grpc, access)
-        admin = AdminService(runtime, sessions, status, drain, listeners.turns)
-        add_services(backend, listeners, admin, closers)
+        long_calls = LongCalls(runtime, sessions, listeners.turns)
+        admin = AdminService(runtime, sessions, status, drain, long_calls)
+        add_services(backend, listeners, admin, long_calls, closers)
         health = await register_health(listeners.grpc)
         self.metrics_port = start_metrics_server(backend, drain, status, closers)
 

@@ -217,18 +217,18 @@ class TierRuntime:
         used blocks are written last. The caller must refuse new stores before this call.
         """
         deadline = self.now() + seconds
-        self.core.durability.store_skipped()
+        self.core.store_skipped()
         self.run_commands()
         # Wait only briefly for stores in flight: a hanging engine must not delay complete blocks.
         stored = await self._wait_idle(self.now() + min(_WRITERS_SECONDS, seconds), lambda: self.core.stats().stores)
-        self.core.durability.store_skipped()
+        self.core.store_skipped()
         self.run_commands()
         idle = await self._wait_idle(deadline, self._begin_queued_stores)
         return await self._wait_for_stalled(deadline) and idle and stored
 
     def _begin_queued_stores(self) -> int:
         """Starts the stores that wait for more blocks; returns the number of jobs that run."""
-        self.core.durability.hurry()
+        self.core.hurry()
         self.run_commands()
         return sum(worker.jobs for worker in self._workers if not worker.stalled)
 
@@ -242,7 +242,7 @@ class TierRuntime:
         if not stalled:
             return True
         await self._wait_idle(stall_deadline, lambda: sum(worker.stalled for worker in stalled))
-        self.core.durability.store_skipped()
+        self.core.store_skipped()
         self.run_commands()
         await self._wait_idle(deadline, self._begin_queued_stores)
         return not any(worker.stalled for worker in self._workers)

@@ -290,7 +290,9 @@ def open_listeners(
     return Listeners(grpc.aio.server(interceptors=[interceptor], options=options), socket_calls, attach, turns)
 
 
-def add_services(backend: Backend, listeners: Listeners, admin: AdminService, closers: AsyncExitStack) -> None:
+def add_services(
+    backend: Backend, listeners: Listeners, admin: AdminService, long_calls: LongCalls, closers: AsyncExitStack
+) -> None:
     """Registers all services with gRPC, and unary calls also with the socket call server."""
     config, runtime, sessions, metrics = backend.config, backend.runtime, backend.sessions, backend.metrics
     attach, access = listeners.attach, backend.access
@@ -308,7 +310,6 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
                 "devices", cause, "kvtier doctor --only cuda_ipc; docs/tuning.md", is_logged=False
             )
 
-    long_calls = LongCalls(runtime, sessions, listeners.turns)
     broker = BulkBroker(
         runtime, sessions, validator, metrics, writers, long_calls, access.authenticator, access.audit_log
     )

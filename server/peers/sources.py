@@ -130,7 +130,7 @@ class PeerSources:
 
         The caller begins its lookup at once, and then calls `withdraw`.
         """
-        if not source or (self._number and self._number in self._core.shared_tiers.excluded(tiers)):
+        if not source or (self._number and self._number in self._core.excluded(tiers)):
             return Located()
         # A call over a socket runs outside of a task until it first waits. Time-outs need a task.
         located = await asyncio.get_running_loop().create_task(
@@ -142,7 +142,7 @@ class PeerSources:
     def withdraw(self, session: EngineSession, located: Located) -> None:
         """Gives up located blocks that the lookup did not begin to load."""
         if located.keys and self._tier is not None:
-            unused = self._core.shared_tiers.withdraw(self._number, session, located.keys)
+            unused = self._core.withdraw(self._number, session, located.keys)
             self._tier.give_up((session.namespace.id, key) for key in unused)
 
     async def sweep(self) -> None:
@@ -244,7 +244,7 @@ class PeerSources:
         for part in slices_of(keys, _SLICE):
             if len(part) < len(keys):
                 await self._scheduler.turn(session)
-            lacking += self._core.shared_tiers.lacking(session, part, tiers)
+            lacking += self._core.lacking(session, part, tiers)
             if len(lacking) >= _MAX_BLOCKS:
                 break
         if not lacking:
@@ -268,7 +268,7 @@ class PeerSources:
         if lease is None:
             return Located(_ABSENT)
         # Searches at the same time may have located the same blocks, or others.
-        lacking = self._core.shared_tiers.lacking(session, list(lease.items), tiers)
+        lacking = self._core.lacking(session, list(lease.items), tiers)
         found = self._affordable(session, lacking)
         if not found:
             lease.link.release(lease)
@@ -276,7 +276,7 @@ class PeerSources:
         lease.items = {key: lease.items[key] for key in found}
         assert self._tier is not None
         self._tier.locate(lease, session.namespace.id, lambda key: _bytes_of(session, key), self._breakers[place])
-        self._core.shared_tiers.locate(self._number, session, found, self._runtime.now())
+        self._core.locate(self._number, session, found, self._runtime.now())
         return Located(_FOUND, found)
 
     def _affordable(self, session: EngineSession, keys: Sequence[bytes]) -> Sequence[bytes]:

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from ...protos.v1 import admin_pb2, admin_pb2_grpc
 from ...tiers.base import NamespaceId
-from ...tiers.core.bulk_eviction import EvictionRequest
+from ...tiers.core.bulk_eviction import Eviction, EvictionRequest
 from ...tiers.core.in_flight_stores import Store
 from ...tiers.core.leases import BlockLease
 from ...tiers.types import NAMESPACE_BYTES
@@ -24,7 +24,6 @@ from ..drain import Drain
 from ..refused import Refused
 from ..rpc.request_checks import duration_seconds
 from ..rpc.sessions import SessionRegistry
-from ..rpc.slice_scheduler import SliceScheduler
 from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
 from .admin_messages import (
@@ -35,6 +34,7 @@ from .admin_messages import (
     handoff_totals,
     lease_status,
 )
+from .long_calls import LongCalls
 from .online_fsck import OnlineFsck
 
 __all__ = ["AdminService"]
@@ -57,14 +57,16 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         sessions: SessionRegistry,
         status: Callable[[], Awaitable[admin_pb2.GetStatusResponse]],
         drain: Drain,
-        turns: SliceScheduler,
+        long_calls: LongCalls,
     ) -> None:
         self._runtime = runtime
         self._sessions = sessions
         self._status = status
         self._drain = drain
-        self._turns = turns
+        self._long_calls = long_calls
         self._evictions = 0
+        self._evicting = asyncio.Lock()
+        """An eviction with a limit of bytes must not count blocks that another one evicts."""
         self._fsck = OnlineFsck(runtime, sessions)
 
     async def GetStatus(
@@ -133,24 +135,27 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if self._drain.ending:
             raise Refused("DRAINING", "the server is shutting down")
         names = [tier.name for tier in self._runtime.stats().tiers]
-        eviction = _eviction_request(request, names, self._runtime.now())
+        wanted = _eviction_request(request, names, self._runtime.now())
         if self._evictions >= _MAX_EVICTIONS:
             raise Refused("LIMIT_EXCEEDED", f"{self._evictions} evictions are already running, which is the maximum")
         log = _log.bind(tiers=list(request.tiers) or names, dry_run=request.dry_run)
-        task = self._runtime.core.evict(eviction)
-        self._runtime.run_commands()
+        eviction = self._runtime.core.evict(wanted)
+        work = asyncio.ensure_future(self._run(eviction))
         self._evictions += 1
         try:
-            while not task.done:
-                yield evict_step(task, names)
-                await asyncio.sleep(_STEP_SECONDS)
-            if task.error is not None:
-                raise task.error
-            yield evict_step(task, names)
+            while not work.done():
+                yield evict_step(eviction, names, done=False)
+                await asyncio.wait([work], timeout=_STEP_SECONDS)
+            work.result()
+            yield evict_step(eviction, names, done=True)
         finally:
-            task.cancel()
+            work.cancel()
             self._evictions -= 1
-            log.info("evicted on demand", blocks=sum(tier.blocks for tier in task.tiers))
+            log.info("evicted on demand", blocks=sum(tier.blocks for tier in eviction.tiers))
+
+    async def _run(self, eviction: Eviction) -> None:
+        async with self._evicting:
+            await self._long_calls.run(None, eviction.run())
 
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: grpc.aio.ServicerContext
@@ -174,7 +179,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         turn_ends = 0.0
         for each in held:
             if time.monotonic() >= turn_ends:
-                turn_ends = await self._turns.pause()
+                turn_ends = await self._long_calls.scheduler.pause()
             described.append(describe(each))
         return described
 

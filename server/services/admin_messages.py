@@ -17,7 +17,7 @@ from ...protos.durations import duration_of
 from ...protos.v1 import admin_pb2, cache_pb2, handoff_pb2
 from ...tiers.base import OffloadPolicy
 from ...tiers.core.block import Block
-from ...tiers.core.bulk_eviction import EvictionTask
+from ...tiers.core.bulk_eviction import Eviction
 from ...tiers.core.holds import Hold
 from ...tiers.core.in_flight_stores import Store
 from ...tiers.core.leases import BlockLease
@@ -222,7 +222,7 @@ def _region_status(region: HostRegion) -> admin_pb2.RegionStatus:
     )
 
 
-def evict_step(task: EvictionTask, tiers: Sequence[str]) -> admin_pb2.EvictResponse:
+def evict_step(eviction: Eviction, tiers: Sequence[str], *, done: bool) -> admin_pb2.EvictResponse:
     """Returns the progress of an eviction. `tiers` has the names of all tiers, in lookup order."""
     return admin_pb2.EvictResponse(
         tiers=[
@@ -235,9 +235,9 @@ def evict_step(task: EvictionTask, tiers: Sequence[str]) -> admin_pb2.EvictRespo
                 looked_at=each.looked_at,
                 total=each.total,
             )
-            for each in task.tiers
+            for each in eviction.tiers
         ],
-        done=task.done,
+        done=done,
     )
 
 

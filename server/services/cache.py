@@ -238,7 +238,10 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._sessions.get(request.session)
         deadline = self._runtime.now() + self._validator.wait(request.wait)
         keys = await self._long_calls.keys(session, self._validator, request.keys)
-        return cache_pb2.FlushResponse(statuses=await self._long_calls.flush(session, keys, deadline))
+        now = self._runtime.now()
+        with self._long_calls.waiting(session) if deadline > now else contextlib.nullcontext(False) as may_wait:
+            flush = self._core.flush(session.namespace.id, keys, deadline=deadline if may_wait else now, now=now)
+            return cache_pb2.FlushResponse(statuses=await self._long_calls.run(session, flush))
 
     async def FinishRequest(
         self, request: cache_pb2.FinishRequestRequest, context: grpc.aio.ServicerContext
@@ -273,7 +276,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     def _tiers(self, exclude: cache_pb2.TierFilter) -> TierFilter:
         tiers = self._validator.tiers(exclude)
-        self._core.check_filter(tiers)
+        self._core.excluded(tiers)
         return tiers
 
     def _lookup_options(self, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest) -> LookupSpec:
@@ -293,7 +296,10 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> Located:
         """Asks shared tiers, and another server, for blocks that this server does not have."""
         tiers, prefix = options.tiers, options.prefix
-        await self._long_calls.query_shared_tiers(session, keys, tiers, deadline, prefix=prefix)
+        query = self._core.query_shared_tiers(
+            session, keys, tiers, prefix=prefix, deadline=deadline, now=self._runtime.now()
+        )
+        await self._long_calls.run(session, query)
         return await self._sources.locate(session, source, keys, tiers, deadline, prefix=prefix)
 
     async def _look_up(

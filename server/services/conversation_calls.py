@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
 from ...protos.durations import duration_of
 from ...protos.v1 import conversation_pb2, conversation_pb2_grpc
 from ...protos.wire.packed_keys import count_keys
-from ...tiers.base import NamespaceId, TierFilter
+from ...tiers.base import NamespaceId
 from ...tiers.core.call_specs import LookupSpec
-from ...tiers.core.conversation_tasks import PIN_SECONDS, ActionCounts, BlockAction, ConversationTask, TierUse
+from ...tiers.core.conversation_tasks import ActionCounts, BlockAction
 from ...tiers.core.conversations import Conversation, number_in
 from ...tiers.types import NAMESPACE_BYTES, NamespaceSpec
 from ..auth.roles import CALLER, Role
@@ -37,7 +36,6 @@ _MAX_ACTIONS, _MAX_WAITING = 16, 256
 _MAX_CONVERSATIONS = 100
 _PAGE_KEYS = 65_536
 """A page ends when its conversations have this number of keys, because each key is searched."""
-_ALL_TIERS = TierFilter()
 _SHARED_TIER_SECONDS = 1.0
 """Maximum time for which a prefetch waits for the answers of shared tiers."""
 
@@ -45,7 +43,10 @@ _RETAIN = conversation_pb2.CONVERSATION_ACTION_RETAIN
 _PREFETCH = conversation_pb2.CONVERSATION_ACTION_PREFETCH
 _PIN = conversation_pb2.CONVERSATION_ACTION_PIN
 _UNPIN = conversation_pb2.CONVERSATION_ACTION_UNPIN
-_PLAIN = {
+_ACTIONS = {
+    _RETAIN: BlockAction.RETAIN,
+    _PIN: BlockAction.PIN,
+    _UNPIN: BlockAction.UNPIN,
     conversation_pb2.CONVERSATION_ACTION_RELEASE: BlockAction.RELEASE,
     conversation_pb2.CONVERSATION_ACTION_DEMOTE: BlockAction.DEMOTE,
     conversation_pb2.CONVERSATION_ACTION_DELETE: BlockAction.DELETE,
@@ -64,7 +65,6 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         self._validator = validator
         self._tiers = [tier.name for tier in runtime.core.stats().tiers]
         self._long_calls = long_calls
-        self._turns = long_calls.scheduler
         self._actions: Counter[str] = Counter()
         """Number of actions per tenant that run or wait."""
         self._permits: dict[str, asyncio.Semaphore] = {}
@@ -101,7 +101,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         self._validator.check_keys(request.keys)
         if bool(request.conversation_id) + bool(request.last_key) + bool(count_keys(request.keys)) != 1:
             raise Refused("INVALID_ARGUMENT", "give exactly one of conversation_id, last_key and keys")
-        if request.action not in (_RETAIN, _PREFETCH, _PIN, _UNPIN, *_PLAIN):
+        if request.action not in (_PREFETCH, *_ACTIONS):
             raise Refused("INVALID_ARGUMENT", f"there is no action {request.action}")
         if request.action in (_PIN, _UNPIN) and Role.ADMIN not in CALLER.get().roles:
             raise Refused("PERMISSION_DENIED", f"{CALLER.get().name} must not pin or unpin: this needs the role admin")
@@ -140,15 +140,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         if request.action == _PREFETCH:
             prompts = [(each.namespace, list(each.latest)) for each in found]
             return await self._prefetch(prompts, tenant, seconds)
-        if request.action == _RETAIN:
-            task = self._tasks.retain(found, seconds)
-        elif request.action == _PIN:
-            task = self._tasks.pin(found)
-        elif request.action == _UNPIN:
-            task = self._tasks.unpin(found)
-        else:
-            task = self._tasks.act(_PLAIN[request.action], found)
-        return await self._run(task)
+        return await self._long_calls.run(None, self._tasks.act(_ACTIONS[request.action], found, seconds))
 
     async def _act_on_keys(self, request: conversation_pb2.ActOnConversationRequest, seconds: float) -> ActionCounts:
         """Acts on a prompt or a list of keys. Raises `Refused`, InvalidKey, RetentionFull."""
@@ -170,18 +162,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             if request.action == _PREFETCH:
                 return await self._prefetch(prompts, tenant, seconds)
             targets = [(namespace.id, keys) for namespace, keys in prompts]
-        total: Counter[str] = Counter()
-        for namespace, keys in targets:
-            if request.action == _UNPIN:
-                task = self._tasks.unpin_keys(namespace, keys)
-            elif request.action in (_RETAIN, _PIN):
-                duration = seconds if request.action == _RETAIN else PIN_SECONDS
-                task = self._tasks.act_on_keys(BlockAction.RETAIN, namespace, keys, duration)
-            else:
-                task = self._tasks.act_on_keys(_PLAIN[request.action], namespace, keys)
-            counts = await self._run(task)
-            total.update(changed=counts.changed, shared=counts.shared, kept=counts.kept, missing=counts.missing)
-        return ActionCounts(**total)
+        return await self._long_calls.run(None, self._tasks.act_on_keys(_ACTIONS[request.action], targets, seconds))
 
     async def _prefetch(
         self, prompts: Sequence[tuple[NamespaceSpec, list[bytes]]], tenant: str, seconds: float
@@ -191,8 +172,10 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         for namespace, keys in prompts:
             session = self._core.open_session(secrets.token_bytes(16), "conversations", None, namespace, tenant=tenant)
             try:
-                deadline = self._runtime.now() + _SHARED_TIER_SECONDS
-                await self._long_calls.query_shared_tiers(session, keys, _ALL_TIERS, deadline, prefix=False, own=True)
+                now = self._runtime.now()
+                deadline = now + _SHARED_TIER_SECONDS
+                query = self._core.query_shared_tiers(session, keys, prefix=False, deadline=deadline, now=now)
+                await self._long_calls.run(None, query)
                 options = LookupSpec(prefix=False, retain_for=seconds)
                 prefetch = self._core.prefetch(session, keys, options, now=self._runtime.now())
                 answer = await self._long_calls.run(None, prefetch)
@@ -204,25 +187,9 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             total.missing += answer.missing + answer.unanswered
         return total
 
-    async def _run(self, task: ConversationTask) -> ActionCounts:
-        await self._in_slices(task.work)
-        return task.counts
-
-    async def _in_slices(self, work: Callable[[], bool]) -> None:
-        """Runs slices in turns."""
-        turn_ends = 0.0
-        while True:
-            if time.monotonic() >= turn_ends:
-                turn_ends = await self._turns.pause()
-            more = work()
-            self._runtime.run_commands()
-            if not more:
-                return
-
     async def _status(self, conversation: Conversation) -> conversation_pb2.ConversationStatus:
-        now, use = self._runtime.now(), [TierUse() for _ in self._tiers]
-        steps = self._tasks.use_of(conversation, use)
-        await self._in_slices(lambda: next(steps, self) is None)
+        now = self._runtime.now()
+        use = await self._long_calls.run(None, self._tasks.use_of(conversation))
         status = conversation_pb2.ConversationStatus(
             conversation_id=conversation.id,
             tenant=conversation.tenant,

@@ -44,16 +44,18 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
         request_id = _required(request.request_id, "request_id")
-        publication = self._handoffs.begin(
+        keys = await self._long_calls.keys(session, self._validator, request.keys)
+        publication = self._handoffs.publish(
             session,
             request_id,
-            await self._long_calls.keys(session, self._validator, request.keys),
+            keys,
             list(request.positions),
             num_tokens=request.num_tokens,
             direction=_direction(request.direction),
             duration=self._validator.hold(request.duration),
+            now=self._runtime.now(),
         )
-        held = await self._long_calls.publish(publication)
+        held = await self._long_calls.run(session, publication)
         if isinstance(held, PublishStatus):
             return handoff_pb2.PublishHoldResponse(status=handoff_pb2.PublishStatus.Name(held.value))
         return handoff_pb2.PublishHoldResponse(
@@ -66,18 +68,18 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         session = self._sessions.get(request.session)
         name, request_id = self._name(session, request.hold), request.request_id
         lease_seconds = self._validator.lease(request.lease_duration)
-        with contextlib.suppress(HoldExpired):  # `begin_claim` raises it too, and records the miss
+        with contextlib.suppress(HoldExpired):  # `claim` raises it too, and records the miss
             await self._wait_settled(session, name, request.min_blocks, self._validator.wait(request.wait))
-        positions, now = list(request.first_positions), self._runtime.now()
-        claim = self._handoffs.begin_claim(
+        operation = self._handoffs.claim(
             session,
             name,
-            first_positions=positions,
+            first_positions=list(request.first_positions),
             request_id=request_id,
-            now=now,
+            lease_seconds=lease_seconds,
+            now=self._runtime.now(),
             grant_id=request.grant_id,
         )
-        await self._long_calls.claim(claim, lease_seconds)
+        claim = await self._long_calls.run(session, operation)
         hold = claim.hold
         return handoff_pb2.ClaimHoldResponse(
             keys=pack_keys(hold.keys),

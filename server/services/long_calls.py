@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ...protos.v1 import common_pb2
 from ...protos.wire.packed_keys import count_keys
-from ...tiers.base import TierFilter
-from ...tiers.core.commands import Waiter
-from ...tiers.core.holds import Hold, HoldClaim, SlicedPublication
+from ...tiers.core.commands import Change, Waiter
 from ...tiers.core.in_flight_stores import STORE_SLICE
 from ...tiers.core.operations import Operation
-from ...tiers.core.secondary import Presence
 from ...tiers.errors import LeaseNotFound
-from ...tiers.types import DurableStatus, EngineSession, LeaseId, PublishStatus, StoreId
+from ...tiers.types import EngineSession, LeaseId, StoreId
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..rpc.slice_scheduler import SliceScheduler, slices_of
@@ -29,9 +26,7 @@ __all__ = ["LongCalls"]
 T = TypeVar("T")
 
 _SLICE = 512
-"""Keys per slice of a query of shared tiers, and leases per slice of a renewal."""
-_FLUSH_SLICE = 256
-"""A flush takes 2 to 8 µs per key."""
+"""Leases per slice of a renewal."""
 _MAX_WAITING = 256
 """Limit of the flushes, resets and ends of requests of a tenant that wait. Each change of any
 tenant wakes all of them, 10 to 20 µs each; further ones are answered at once."""
@@ -87,64 +82,6 @@ class LongCalls:
             if not self._waiting[session.tenant]:
                 del self._waiting[session.tenant]
 
-    async def flush(self, session: EngineSession, keys: Sequence[bytes], deadline: float) -> bytes:
-        """Stores blocks in durable tiers, and waits for it. Returns a `DurableStatus` per key."""
-        statuses: dict[bytes, int] = {}
-        pending: deque[bytes] = deque()
-        is_pending, turn_ends = int(DurableStatus.PENDING), 0.0
-        for part in slices_of(keys, _FLUSH_SLICE):
-            if len(part) < len(keys) and time.monotonic() >= turn_ends:
-                turn_ends = await self._scheduler.turn(session)
-            new = [key for key in dict.fromkeys(part) if key not in statuses]
-            found = self._core.durability.flush(session.namespace.id, new)
-            self._runtime.run_commands()
-            statuses.update(zip(new, found, strict=True))
-            pending.extend(key for key, status in zip(new, found, strict=True) if status == is_pending)
-        if pending and deadline > self._runtime.now():
-            with self.waiting(session) as may_wait:
-                if may_wait:
-                    await self._wait_for_flush(session, pending, statuses, deadline)
-                    await self._drop_settled(session, pending, statuses, even_if_pending=True)
-        answer = b""
-        for part in slices_of(keys, _KEY_SLICE):
-            if len(part) < len(keys):
-                await self._scheduler.turn(session)
-            answer += bytes(map(statuses.__getitem__, part))
-        return answer
-
-    async def _wait_for_flush(
-        self, session: EngineSession, pending: deque[bytes], statuses: dict[bytes, int], deadline: float
-    ) -> None:
-        """Waits until no key is pending, at most until the deadline."""
-        while pending and (remaining := deadline - self._runtime.now()) > 0:
-            change = self._runtime.next_change  # also of changes during the slices
-            await self._scheduler.turn(session)  # each change wakes all waiting flushes
-            await self._drop_settled(session, pending, statuses)
-            if pending:
-                await self._runtime.wait_for_change(remaining, change)
-
-    async def _drop_settled(
-        self,
-        session: EngineSession,
-        pending: deque[bytes],
-        statuses: dict[bytes, int],
-        *,
-        even_if_pending: bool = False,
-    ) -> None:
-        """Updates the statuses of the first pending keys, and drops these keys.
-
-        Stops at the first key that is still pending. So each change costs only one key and the keys
-        that it has settled.
-        """
-        for number in range(1, len(pending) + 1):
-            key = pending[0]
-            statuses[key] = self._core.durability.of(session.namespace.id, key)
-            if statuses[key] == DurableStatus.PENDING and not even_if_pending:
-                return
-            pending.popleft()
-            if not number % _FLUSH_SLICE:
-                await self._scheduler.turn(session)
-
     async def run(self, session: EngineSession | None, operation: Operation[T]) -> T:
         """Performs an operation of the core, in turns. If the call ends early, the core undoes it.
 
@@ -153,14 +90,16 @@ class LongCalls:
         turn_ends = 0.0
         try:
             self._runtime.get_finished_jobs()
+            change = self._runtime.next_change  # also of changes during the step
             waiter = next(operation)
             while True:
                 self._runtime.run_commands()
-                if waiter is not None and session is not None:
-                    await self._wait_for_room(session, waiter)
+                if waiter is not None:
+                    await self._wait(session, waiter, change)
                 elif time.monotonic() >= turn_ends:
                     turn_ends = await self._turn(session)
                 self._runtime.get_finished_jobs()
+                change = self._runtime.next_change
                 waiter = operation.send(self._runtime.now())
         except StopIteration as end:
             answer: T = end.value
@@ -172,9 +111,15 @@ class LongCalls:
     async def _turn(self, session: EngineSession | None) -> float:
         return await (self._scheduler.pause() if session is None else self._scheduler.turn(session))
 
-    async def _wait_for_room(self, session: EngineSession, waiter: Waiter) -> None:
-        """Waits until a lookup may try again, at most until its deadline."""
+    async def _wait(self, session: EngineSession | None, waiter: Waiter | Change, change: asyncio.Event) -> None:
+        """Waits until an operation may continue, at most until its deadline."""
         tried_at = self._runtime.now()
+        if isinstance(waiter, Change):
+            await self._runtime.wait_for_change(waiter.until - tried_at, change)
+            if session is not None:
+                self._sessions.check(session)
+            return
+        assert session is not None
         while not waiter.is_offered and (remaining := waiter.until - self._runtime.now()) > 0:
             await self._runtime.wait_for(waiter, remaining)
             self._sessions.check(session)
@@ -217,39 +162,6 @@ class LongCalls:
             sizes += [block.part_bytes for block in part]
         return slots, sizes
 
-    async def publish(self, publication: SlicedPublication) -> Hold | PublishStatus:
-        """Publishes a hold. If the call is cancelled or fails, no hold remains."""
-        handoffs, more, is_long = self._core.handoffs, True, len(publication.keys) > STORE_SLICE
-        try:
-            while more:
-                if is_long:
-                    await self._scheduler.turn(publication.session)
-                self._runtime.get_finished_jobs()
-                more = handoffs.publish_slice(publication, STORE_SLICE, self._runtime.now())
-                is_long = True  # also if few blocks wait until the pins of ended holds are removed
-                self._runtime.run_commands()
-        except BaseException:  # also a cancellation
-            handoffs.abandon(publication, self._runtime.now())
-            self._runtime.run_commands()
-            raise
-        assert publication.result is not None
-        return publication.result
-
-    async def claim(self, claim: HoldClaim, lease_seconds: float) -> None:
-        """Performs a claim. If the call is cancelled or fails, no lease remains."""
-        claims, more = self._core.handoffs.claims, True
-        try:
-            while more:
-                if len(claim.hold.keys) > STORE_SLICE:
-                    await self._scheduler.turn(claim.session)
-                now = self._runtime.now()
-                more = claims.claim_slice(claim, STORE_SLICE, expires_at=now + lease_seconds, now=now)
-                self._runtime.run_commands()
-        except BaseException:  # also a cancellation: the client never gets the lease's id
-            claims.abandon(claim)
-            self._runtime.run_commands()
-            raise
-
     async def complete_store(self, session: EngineSession, store_id: StoreId, failed: Sequence[int]) -> Sequence[int]:
         """Ends a store, also if the call is cancelled meanwhile. Raises a CoreError, `Refused`.
 
@@ -269,64 +181,6 @@ class LongCalls:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # the call that waited for it may be cancelled
-
-    async def query_shared_tiers(
-        self,
-        session: EngineSession,
-        keys: Sequence[bytes],
-        tiers: TierFilter,
-        deadline: float,
-        *,
-        prefix: bool,
-        own: bool = False,
-    ) -> None:
-        """Asks the shared tiers which keys they have, and waits for the answers or the deadline.
-
-        `own`: whether only the core knows the session, which has no client.
-        """
-        if not self._core.shared_tiers:
-            return
-        caller = None if own else session
-        open_keys: deque[bytes] = deque()
-        for part in slices_of(keys, _SLICE):
-            if len(part) < len(keys):
-                await self._turn(caller)
-            outstanding, has_miss = self._core.shared_tiers.query(session, part, tiers, prefix=prefix)
-            self._runtime.run_commands()
-            open_keys += outstanding
-            if prefix and has_miss:
-                break
-        while open_keys and (remaining := deadline - self._runtime.now()) > 0:
-            change = self._runtime.next_change
-            await self._drop_answered(session, caller, open_keys, tiers, prefix=prefix)
-            if open_keys:
-                # Asks again if the answer has expired.
-                self._core.shared_tiers.query(session, [open_keys[0]], tiers, prefix=prefix)
-                self._runtime.run_commands()
-                await self._runtime.wait_for_change(remaining, change)
-                if caller is not None:
-                    self._sessions.check(caller)
-
-    async def _drop_answered(
-        self,
-        session: EngineSession,
-        caller: EngineSession | None,
-        open_keys: deque[bytes],
-        tiers: TierFilter,
-        *,
-        prefix: bool,
-    ) -> None:
-        """Drops the first keys, up to a key without an answer. With `prefix`, a miss drops all."""
-        for number in range(1, len(open_keys) + 1):
-            presence = self._core.shared_tiers.presence(session, open_keys[0], tiers)
-            if presence is Presence.UNKNOWN:
-                return
-            open_keys.popleft()
-            if prefix and presence is not Presence.HELD:
-                open_keys.clear()
-                return
-            if not number % _SLICE:
-                await self._turn(caller)
 
     async def release(self, session: EngineSession, lease_ids: Iterable[int]) -> None:
         """Releases leases; ignores unknown ones. Raises NotOwner."""

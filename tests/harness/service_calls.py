@@ -34,6 +34,7 @@ from kvtier.server.services.long_calls import LongCalls
 from kvtier.server.services.transfer import TransferService
 from kvtier.tiers.base import NamespaceId, SecondaryTier
 from kvtier.tiers.core.call_specs import StoreSpec
+from kvtier.tiers.core.completions import Durability
 from kvtier.tiers.types import DurableStatus, EngineSession, NamespaceSpec, StoreId
 
 __all__ = ["PART", "SPEC", "Calls", "broker_of", "duration", "no_sources", "serving", "transfers_of", "until"]
@@ -116,13 +117,13 @@ class Calls:
     def statuses_read(self, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         """Returns a list that gets each key whose durability is read."""
         read: list[bytes] = []
-        durability, original = self.runtime.core.durability, self.runtime.core.durability.of
+        original = Durability.of
 
-        def of(namespace: NamespaceId, key: bytes) -> DurableStatus:
+        def of(durability: Durability, namespace: NamespaceId, key: bytes) -> DurableStatus:
             read.append(key)
-            return original(namespace, key)
+            return original(durability, namespace, key)
 
-        monkeypatch.setattr(durability, "of", of)
+        monkeypatch.setattr(Durability, "of", of)
         return read
 
 

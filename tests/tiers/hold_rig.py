@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from core_rig import SPEC, Rig, keys
+from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.core.holds import Hold, HoldClaim
@@ -53,21 +54,25 @@ class HoldRig(Rig):
         direction: HandoffDirection = P2D,
         session: EngineSession | None = None,
     ) -> Hold | PublishStatus:
-        return self.core.handoffs.publish(
-            session or self.session,
-            request_id,
-            names,
-            range(len(names)),
-            num_tokens=16 * len(names),
-            direction=direction,
-            duration=duration,
-            now=now,
+        return run_to_end(
+            self.core.handoffs.publish(
+                session or self.session,
+                request_id,
+                names,
+                range(len(names)),
+                num_tokens=16 * len(names),
+                direction=direction,
+                duration=duration,
+                now=now,
+            ),
+            now,
         )
 
     def claim(self, request_id: str = "r", *, now: float = 0.0, first: Sequence[int] = ()) -> HoldClaim:
-        return self.core.handoffs.claim(
-            self.reader, self.name(request_id), first_positions=first, request_id="mine", expires_at=600, now=now
+        claim = self.core.handoffs.claim(
+            self.reader, self.name(request_id), first_positions=first, request_id="mine", lease_seconds=600, now=now
         )
+        return run_to_end(claim, now)
 
     def stats(self, direction: HandoffDirection = P2D) -> HandoffStats:
         return self.core.stats().handoffs[direction]

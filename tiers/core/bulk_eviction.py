@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..base import NamespaceId
 from ..types import TENANT_TAG_BYTES
 from .catalog import CatalogEntry, UsedElsewhere
+from .operations import Operation
 from .secondary import SecondaryTierState
 
-__all__ = ["SLICE", "EvictionProgress", "EvictionRequest", "EvictionSource", "EvictionTask", "SecondaryTierSource"]
+__all__ = ["SLICE", "Eviction", "EvictionProgress", "EvictionRequest", "EvictionSource", "SecondaryTierSource"]
 
 SLICE = 512
 """Blocks per slice: about 1 ms."""
@@ -138,34 +139,20 @@ class EvictionProgress:
     kept_nbytes: int = 0
 
 
-class EvictionTask:
+class Eviction:
+    """An eviction, and its progress per tier."""
+
     def __init__(self, request: EvictionRequest, sources: Sequence[EvictionSource], now: float) -> None:
         """`sources`: all tiers in lookup order; `now`: in seconds."""
-        self.done = False
-        self.error: Exception | None = None
         self.tiers = [EvictionProgress(tier) for tier in sorted(request.tiers)]
         self._request = request
         self._now = now
-        self._steps = self._run(sources)
+        self._sources = sources
 
-    def work(self) -> bool:
-        """Runs a slice; returns whether the task must continue. An error ends the task."""
-        if not self.done:
-            try:
-                self.done = next(self._steps, None) is None
-            except Exception as error:
-                self.done, self.error = True, error
-                raise
-        return not self.done
-
-    def cancel(self) -> None:
-        """Stops the eviction; blocks evicted so far are not restored."""
-        self.done = True
-        self._steps.close()
-
-    def _run(self, sources: Sequence[EvictionSource]) -> Generator[bool, None, None]:
+    def run(self) -> Operation[None]:
+        """Evicts the blocks. If the operation ends early, evicted blocks are not restored."""
         for progress in self.tiers:
-            source = sources[progress.tier]
+            source = self._sources[progress.tier]
             counts = {namespace: count for namespace, count in source.counts() if self._request.includes(namespace)}
             namespaces, there = list(counts), sum(counts.values())
             progress.total = there if self._request.max_bytes is None else 2 * there
@@ -178,7 +165,7 @@ class EvictionTask:
                     if self._matches(source, item) and source.is_evictable(item, retained=self._request.retained):
                         ages[self._age(source, item)] += source.nbytes_of(item)
                 progress.looked_at += len(slice_)
-                yield True
+                yield None
             oldest, left = _age_limit(ages, self._request.max_bytes)
             yield from self._evict_matching(source, namespaces, progress, oldest, left, self._request.max_bytes)
 
@@ -190,7 +177,7 @@ class EvictionTask:
         age: int = -1,
         left: int = 0,
         most: float = math.inf,
-    ) -> Iterator[bool]:
+    ) -> Operation[None]:
         """Evicts matching blocks that are older than `age`, and `left` bytes of blocks of this age.
 
         Stops when `most` bytes are evicted. More blocks may match now than in the first pass.
@@ -216,7 +203,7 @@ class EvictionTask:
             progress.blocks += len(going)
             progress.nbytes += nbytes_going
             progress.looked_at += len(slice_)
-            yield True
+            yield None
 
     def _matches(self, source: EvictionSource, item: Any) -> bool:
         since = self._request.unused_since

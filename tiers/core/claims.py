@@ -1,4 +1,4 @@
-"""Claim handler: leases the blocks of a hold for another engine, in slices."""
+"""Claim handler: leases the blocks of a hold for another engine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .cpu_tier import CpuTier
 from .handoff_log import HandoffLog
 from .holds import Hold, HoldClaim
 from .lookups import LookupHandler
+from .operations import Operation
 
 __all__ = ["ClaimHandler"]
 
@@ -35,23 +36,33 @@ class ClaimHandler:
         self.missed: Counter[ClaimOutcome] = Counter()
 
     def begin(
-        self, session: EngineSession, hold: Hold, first_positions: Sequence[int], *, request_id: str, grant_id: int = 0
+        self,
+        session: EngineSession,
+        owner: Owner,
+        hold: Hold,
+        first_positions: Sequence[int],
+        lease_seconds: float,
+        slice_keys: int,
     ) -> HoldClaim:
-        """Begins a claim of an open hold, which `claim_slice` continues.
-
-        Raises LimitExceeded, InvalidItem.
-        """
+        """Returns a claim of an open hold, which `run` performs. Raises LimitExceeded, InvalidItem."""
         self._lookups.check_room(session, len(hold.keys))
-        owner = Owner(session.engine, session.id, request_id, grant_id)
         self._lookups.leases.check_grant(session, owner)
-        return HoldClaim(session, owner, hold, first_positions, user=owner.user)
+        return HoldClaim(session, owner, hold, first_positions, lease_seconds, slice_keys, user=owner.user)
 
-    def claim_slice(self, claim: HoldClaim, most: int, *, expires_at: float, now: float) -> bool:
-        """Leases the hits among the next `most` blocks; returns whether blocks are left.
+    def run(self, claim: HoldClaim, now: float) -> Operation[HoldClaim]:
+        try:
+            if len(claim.hold.keys) > claim.slice_keys:
+                now = yield None
+            while self._claim_slice(claim, now):
+                now = yield None
+        except BaseException:
+            self._abandon(claim)
+            raise
+        return claim
 
-        Raises LimitExceeded, or HoldNotFound if the hold or the lease of the earlier slices has
-        ended meanwhile. Then the caller must call `abandon`.
-        """
+    def _claim_slice(self, claim: HoldClaim, now: float) -> bool:
+        """Leases the hits among the next blocks; returns whether blocks are left."""
+        most, expires_at = claim.slice_keys, now + claim.lease_seconds
         claim.session.check_wanted(claim.owner.grant_id)
         hold, start, leases = claim.hold, len(claim.statuses), self._lookups.leases
         if hold.record.end is not None or (claim.lease is not None and not leases.is_open(claim.lease)):
@@ -71,7 +82,7 @@ class ClaimHandler:
             self._finish(claim)
         return has_more
 
-    def abandon(self, claim: HoldClaim) -> None:
+    def _abandon(self, claim: HoldClaim) -> None:
         """Ends a claim whose engine gets no answer, and its lease."""
         lease, claim.lease = claim.lease, None
         if lease is not None and self._lookups.leases.is_open(lease):

@@ -10,6 +10,7 @@ from ..types import JobId, LeaseId
 from .block import Block
 
 __all__ = [
+    "Change",
     "Command",
     "ContinueWork",
     "EndReaders",
@@ -100,6 +101,16 @@ class Waiter:
     until: float
     is_offered: bool = False
     """Whether there may be room. The waiter then tries again, and clears this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An operation waits for a change, such as the end of a job or a tick.
+
+    It counts from the step that returned this, and the wait ends at the latest at `until`.
+    """
+
+    until: float
 
 
 @dataclass(frozen=True, slots=True)

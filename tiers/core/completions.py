@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 
@@ -9,14 +10,19 @@ from ..base import NamespaceId, Outcome
 from ..stats.eviction_history import EvictionHistory
 from ..types import DurableStatus, JobId, MissReason
 from .block import Block
-from .commands import Command, LeaseSettled
+from .commands import Change, Command, LeaseSettled
 from .cpu_tier import CpuTier
 from .handoffs import HandoffHandler
 from .lookups import LookupHandler
+from .operations import Operation
 from .requests import RequestTable
 from .transfers import JobKind, TransferScheduler
 
 __all__ = ["CompletionHandler", "Durability"]
+
+FLUSH_SLICE = 256
+"""A flush takes 2 to 8 µs per key."""
+_ANSWER_SLICE = 2048
 
 
 class Durability:
@@ -27,16 +33,75 @@ class Durability:
         self._transfers = transfers
         self._residency = transfers.residency
 
-    def flush(self, namespace: NamespaceId, keys: Sequence[bytes]) -> bytes:
-        """Returns a `DurableStatus` per key; starts storing blocks that no durable tier has."""
+    def flush(
+        self,
+        namespace: NamespaceId,
+        keys: Sequence[bytes],
+        *,
+        deadline: float = 0.0,
+        now: float = 0.0,
+        slice_keys: int = FLUSH_SLICE,
+    ) -> Operation[bytes]:
+        """Starts storing blocks that no durable tier has; waits for it, at most until `deadline`.
+
+        Returns a `DurableStatus` per key.
+        """
+        statuses: dict[bytes, int] = {}
+        pending: deque[bytes] = deque()
+        for start in range(0, len(keys), slice_keys):
+            if len(keys) > slice_keys:
+                now = yield None
+            new = [key for key in dict.fromkeys(keys[start : start + slice_keys]) if key not in statuses]
+            self._store_missing(namespace, new)
+            statuses.update((key, int(self.of(namespace, key))) for key in new)
+            pending.extend(key for key in new if statuses[key] == DurableStatus.PENDING)
+        if pending and now < deadline:
+            while pending and now < deadline:
+                now = yield None  # each change continues all waiting flushes
+                now = yield from self._drop_settled(namespace, pending, statuses, slice_keys, now)
+                if pending:
+                    now = yield Change(deadline)
+            yield from self._drop_settled(namespace, pending, statuses, slice_keys, now, even_if_pending=True)
+        answer = b""
+        for start in range(0, len(keys), _ANSWER_SLICE):
+            if len(keys) > _ANSWER_SLICE:
+                yield None
+            answer += bytes(map(statuses.__getitem__, keys[start : start + _ANSWER_SLICE]))
+        return answer
+
+    def _drop_settled(
+        self,
+        namespace: NamespaceId,
+        pending: deque[bytes],
+        statuses: dict[bytes, int],
+        slice_keys: int,
+        now: float,
+        *,
+        even_if_pending: bool = False,
+    ) -> Operation[float]:
+        """Updates the statuses of the first pending keys, and drops these keys.
+
+        Stops at the first key that is still pending. So each change costs only one key and the keys
+        that it has settled.
+        """
+        for number in range(1, len(pending) + 1):
+            key = pending[0]
+            statuses[key] = self.of(namespace, key)
+            if statuses[key] == DurableStatus.PENDING and not even_if_pending:
+                break
+            pending.popleft()
+            if not number % slice_keys:
+                now = yield None
+        return now
+
+    def _store_missing(self, namespace: NamespaceId, keys: Sequence[bytes]) -> None:
         blocks = self._cpu_tier.blocks_of(namespace)
         waiting = [
             block
             for key in keys
             if (block := blocks.get(key)) and block.ready and not self._residency.is_becoming_durable(namespace, key)
         ]
-        self._transfers.cascade(list(dict.fromkeys(waiting)), None, even_if_busy=True)
-        return bytes(self.of(namespace, key) for key in keys)
+        self._transfers.cascade(waiting, None, even_if_busy=True)
 
     def store_skipped(self) -> None:
         """Stores the blocks whose earlier store in a tier failed or found the queue full.

@@ -2,8 +2,7 @@
 
 Conversations share blocks, for example of a system prompt. A conversation therefore demotes and
 deletes only blocks that no other conversation uses, and releases only blocks that no other retained
-conversation uses. Actions on a list of keys have no such exceptions. No action except `unpin`
-shortens the retention of pinned blocks.
+conversation uses. Actions on a list of keys have no such exceptions.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from .block import Block
 from .bulk_eviction import SecondaryTierSource
 from .conversations import Conversation, ConversationTable
 from .cpu_tier import CpuTier
+from .operations import Operation
 from .transfers import TransferScheduler
 
 __all__ = ["ActionCounts", "BlockAction", "ConversationTask", "ConversationTasks", "TierUse"]
@@ -36,10 +36,17 @@ _SEARCHES = 16_384
 
 
 class BlockAction(enum.Enum):
+    """PIN retains blocks until UNPIN. No other action shortens the retention of pinned blocks."""
+
     RETAIN = enum.auto()
+    PIN = enum.auto()
     RELEASE = enum.auto()
+    UNPIN = enum.auto()
     DEMOTE = enum.auto()
     DELETE = enum.auto()
+
+
+_RETAINING = (BlockAction.RETAIN, BlockAction.PIN)
 
 
 @dataclass(slots=True)
@@ -71,24 +78,21 @@ class TierUse:
 
 @dataclass(slots=True)
 class ConversationTask:
-    """A running action. The caller calls `work` until it returns False.
+    """A running action.
 
     Attributes:
         targets: the keys of each namespace, and their conversation; None for a list of keys.
         until: end of the retention, in seconds of the core's clock.
-        unpins: whether the action may shorten the retention of pinned blocks.
     """
 
     action: BlockAction
     targets: Sequence[tuple[NamespaceId, Sequence[bytes], Conversation | None]]
     until: float = 0.0
-    unpins: bool = False
     counts: ActionCounts = field(default_factory=ActionCounts)
-    steps: Iterator[None] = field(default_factory=lambda: iter(()))
 
-    def work(self) -> bool:
-        """Runs a slice; returns whether to call it again. Raises RetentionFull."""
-        return next(self.steps, self) is None
+    @property
+    def conversations(self) -> list[Conversation]:
+        return [conversation for _, _, conversation in self.targets if conversation is not None]
 
 
 class ConversationTasks:
@@ -101,53 +105,57 @@ class ConversationTasks:
     def now(self) -> float:
         return self._cpu_tier.queues.now
 
-    def retain(self, conversations: Sequence[Conversation], seconds: float) -> ConversationTask:
-        """Retains the blocks of conversations, also those that later requests add.
+    def act(
+        self, action: BlockAction, conversations: Sequence[Conversation], seconds: float = 0.0
+    ) -> Operation[ActionCounts]:
+        """Acts on the blocks of conversations. Blocks of later requests are retained, too.
 
-        Raises RetentionFull at `work`, before any change, if the blocks exceed the budget.
+        Of pinned conversations only RETAIN, PIN and UNPIN change blocks. If the operation ends
+        early, the blocks of the earlier slices stay changed. `seconds`: retention by RETAIN. Raises
+        RetentionFull, before any change, if the blocks to retain exceed the budget.
         """
-        return self._task(BlockAction.RETAIN, conversations, self.now + seconds)
-
-    def pin(self, conversations: Sequence[Conversation]) -> ConversationTask:
-        """Retains the blocks until `unpin`. Raises like `retain`."""
-        task = self._task(BlockAction.RETAIN, conversations, self.now + PIN_SECONDS)
-        task.steps = self._pinned(task, conversations)
-        return task
-
-    def unpin(self, conversations: Sequence[Conversation]) -> ConversationTask:
-        for conversation in conversations:
-            conversation.pinned = False
-            conversation.retain_until = 0.0
-        task = self._task(BlockAction.RELEASE, conversations)
-        task.unpins = True
-        return task
-
-    def act(self, action: BlockAction, conversations: Sequence[Conversation]) -> ConversationTask:
-        """Releases, demotes or deletes blocks; leaves the blocks of pinned conversations alone."""
-        others = [conversation for conversation in conversations if not conversation.pinned]
-        for conversation in others:
-            conversation.retain_until = 0.0
-        task = self._task(action, others)
-        task.counts.kept = sum(len(conversation.keys) for conversation in conversations if conversation.pinned)
-        return task
+        acts_on_pinned = action in _RETAINING or action is BlockAction.UNPIN
+        spared = [] if acts_on_pinned else [each for each in conversations if each.pinned]
+        targets = [(each.namespace.id, list(each.keys), each) for each in conversations if each not in spared]
+        task = ConversationTask(action, targets, self._until(action, seconds))
+        task.counts.kept = sum(len(conversation.keys) for conversation in spared)
+        return self._run(task)
 
     def act_on_keys(
-        self, action: BlockAction, namespace: NamespaceId, keys: Sequence[bytes], seconds: float = 0.0
-    ) -> ConversationTask:
-        task = ConversationTask(action, [(namespace, list(dict.fromkeys(keys)), None)], self.now + seconds)
-        return self._begin(task)
+        self, action: BlockAction, targets: Sequence[tuple[NamespaceId, Sequence[bytes]]], seconds: float = 0.0
+    ) -> Operation[ActionCounts]:
+        """Acts on the keys of each namespace. Raises like `act`."""
+        unique = [(namespace, list(dict.fromkeys(keys)), None) for namespace, keys in targets]
+        return self._run(ConversationTask(action, unique, self._until(action, seconds)))
 
-    def unpin_keys(self, namespace: NamespaceId, keys: Sequence[bytes]) -> ConversationTask:
-        task = self.act_on_keys(BlockAction.RELEASE, namespace, keys)
-        task.unpins = True
-        return task
+    def _until(self, action: BlockAction, seconds: float) -> float:
+        return self.now + (PIN_SECONDS if action is BlockAction.PIN else seconds)
+
+    def _run(self, task: ConversationTask) -> Operation[ActionCounts]:
+        for conversation in task.conversations if task.action not in _RETAINING else ():
+            conversation.retain_until = 0.0
+            conversation.pinned &= task.action is not BlockAction.UNPIN
+        yield None  # also an action on few keys takes a turn
+        run = {
+            BlockAction.RETAIN: self._retain,
+            BlockAction.PIN: self._retain,
+            BlockAction.RELEASE: self._release,
+            BlockAction.UNPIN: self._release,
+            BlockAction.DEMOTE: self._demote,
+            BlockAction.DELETE: self._delete,
+        }
+        yield from run[task.action](task)
+        for conversation in task.conversations if task.action is BlockAction.PIN else ():
+            conversation.pinned = conversation.is_open
+        return task.counts
 
     def stats(self) -> ConversationStats:
         return ConversationStats(len(self.table), self.table.keys, self.table.forgotten)
 
-    def use_of(self, conversation: Conversation, found: list[TierUse]) -> Iterator[None]:
-        """Adds the use of each tier to `found`, which has one element per tier, in slices."""
-        namespace = conversation.namespace.id
+    def use_of(self, conversation: Conversation) -> Operation[list[TierUse]]:
+        """Returns the use of each tier, in lookup order."""
+        namespace, found = conversation.namespace.id, [TierUse() for _ in range(1 + len(self._transfers.secondaries))]
+        yield None
         for keys in slices_of_keys(list(conversation.keys), SLICE):
             for key in keys:
                 block = self._cpu_tier.blocks_of(namespace).get(key)
@@ -157,32 +165,13 @@ class ConversationTasks:
                     entry = secondary.catalog.held(namespace, key)
                     if entry is not None:
                         _count(found[secondary.index], entry.nbytes, retained=entry.retained)
-            yield
+            yield None
+        return found
 
-    def _task(self, action: BlockAction, conversations: Sequence[Conversation], until: float = 0.0) -> ConversationTask:
-        targets = [(each.namespace.id, list(each.keys), each) for each in conversations]
-        return self._begin(ConversationTask(action, targets, until))
-
-    def _begin(self, task: ConversationTask) -> ConversationTask:
-        run = {
-            BlockAction.RETAIN: self._retain,
-            BlockAction.RELEASE: self._release,
-            BlockAction.DEMOTE: self._demote,
-            BlockAction.DELETE: self._delete,
-        }
-        task.steps = run[task.action](task)
-        return task
-
-    def _pinned(self, task: ConversationTask, conversations: Sequence[Conversation]) -> Iterator[None]:
-        yield from self._retain(task)
-        for conversation in conversations:
-            conversation.pinned = conversation.is_open
-
-    def _retain(self, task: ConversationTask) -> Iterator[None]:
+    def _retain(self, task: ConversationTask) -> Operation[None]:
         yield from self._check_budget(task)
-        for _, _, conversation in task.targets:
-            if conversation is not None:
-                conversation.retain_until = max(conversation.retain_until, task.until)
+        for conversation in task.conversations:
+            conversation.retain_until = max(conversation.retain_until, task.until)
         for namespace, keys, _ in _slices(task, SLICE):
             in_cpu = [block for key in keys if (block := self._block(namespace, key)) is not None]
             excess = set(self._cpu_tier.retain(in_cpu, task.until))
@@ -193,7 +182,7 @@ class ConversationTasks:
             task.counts.kept += len(excess)
             task.counts.changed += len(in_cpu) - len(excess) + len(retained)
             task.counts.missing += len(below) - len(retained)
-            yield
+            yield None
 
     def _retain_below(self, namespace: NamespaceId, key: bytes, until: float) -> bool:
         """Retains a block in each tier that has it; returns whether there is such a tier."""
@@ -205,7 +194,7 @@ class ConversationTasks:
                 found = True
         return found
 
-    def _check_budget(self, task: ConversationTask) -> Iterator[None]:
+    def _check_budget(self, task: ConversationTask) -> Operation[None]:
         """Raises RetentionFull if the CPU tier cannot retain all blocks that it has."""
         needed: dict[int, int] = {}
         for namespace, keys, _ in _slices(task, SLICE):
@@ -220,14 +209,14 @@ class ConversationTasks:
                         f"the CPU tier may retain {budget.bound} bytes for this tenant and already retains "
                         f"{budget.used} of them"
                     )
-            yield
+            yield None
 
-    def _release(self, task: ConversationTask) -> Iterator[None]:
+    def _release(self, task: ConversationTask) -> Operation[None]:
         others = self.table.retained(self.now)
         for namespace, keys, conversation in _slices(task, max(1, min(SLICE, _SEARCHES // (1 + len(others))))):
             for key in keys:
                 found, until = self._has(namespace, key), 0.0
-                if found and not task.unpins and self._is_pinned(namespace, key):
+                if found and task.action is not BlockAction.UNPIN and self._is_pinned(namespace, key):
                     task.counts.kept += 1
                     continue
                 if conversation is not None and self.table.users(namespace, key) > 1:
@@ -236,9 +225,9 @@ class ConversationTasks:
                 task.counts.missing += not found
                 task.counts.shared += found and until > 0
                 task.counts.changed += found and not until
-            yield
+            yield None
 
-    def _demote(self, task: ConversationTask) -> Iterator[None]:
+    def _demote(self, task: ConversationTask) -> Operation[None]:
         for namespace, keys, conversation in _slices(task, SLICE):
             for key in keys:
                 block = self._block(namespace, key)
@@ -255,9 +244,9 @@ class ConversationTasks:
                     changed = self._cpu_tier.queues.demote(block)
                     task.counts.changed += changed
                     task.counts.kept += not changed
-            yield
+            yield None
 
-    def _delete(self, task: ConversationTask) -> Iterator[None]:
+    def _delete(self, task: ConversationTask) -> Operation[None]:
         sources = self._transfers.sources(self._cpu_tier.used_at)
         kept: set[Conversation] = set()
         for namespace, keys, conversation in _slices(task, SLICE):
@@ -266,9 +255,9 @@ class ConversationTasks:
                 self.table.discard(conversation, gone)
                 if len(gone) < len(keys):
                     kept.add(conversation)
-            yield
-        for _, _, conversation in task.targets:
-            if conversation is not None and conversation not in kept:
+            yield None
+        for conversation in task.conversations:
+            if conversation not in kept:
                 self.table.forget(conversation)
 
     def _delete_one(

@@ -31,8 +31,10 @@ from .claims import ClaimHandler
 from .commands import Command, HoldChanged
 from .cpu_tier import CpuTier
 from .handoff_log import HandoffLog
-from .holds import Hold, HoldClaim, HoldTable, SlicedPublication
+from .holds import Hold, HoldClaim, HoldTable, Publication
+from .in_flight_stores import STORE_SLICE
 from .lookups import LookupHandler
+from .operations import Operation
 from .settings import TierSettings
 
 __all__ = ["EXPIRY_MARGIN_SECONDS", "HandoffHandler"]
@@ -77,7 +79,7 @@ class HandoffHandler:
         self._commands = commands
         self._log = log
         self._continue_if = continue_if
-        self._publications: set[SlicedPublication] = set()
+        self._publications: set[Publication] = set()
         """Publications that have not pinned all of their blocks."""
         self._pending_unpins: list[Block] = []
         """Blocks of ended holds that are still pinned."""
@@ -114,45 +116,36 @@ class HandoffHandler:
         direction: HandoffDirection,
         duration: float,
         now: float,
-    ) -> Hold | PublishStatus:
+        slice_keys: int = STORE_SLICE,
+    ) -> Operation[Hold | PublishStatus]:
         """Holds blocks for `duration` seconds; returns the hold, or the reason of a refusal.
 
-        An earlier hold of the same name ends, even if the new one is refused. Raises InvalidKey
-        if a key names an unknown group, InvalidItem if the numbers of keys and positions differ.
+        An earlier hold of the same name ends, even if the new one is refused. If the operation ends
+        early, no hold remains. Raises InvalidKey if a key names an unknown group, InvalidItem if
+        the numbers of keys and positions differ.
         """
-        publication = self.begin(
-            session,
-            request_id,
-            keys,
-            positions,
-            num_tokens=num_tokens,
-            direction=direction,
-            duration=duration,
-        )
-        while self.publish_slice(publication, max(1, len(keys)), now):
-            pass
-        assert publication.result is not None
-        return publication.result
-
-    def begin(
-        self,
-        session: EngineSession,
-        request_id: str,
-        keys: Sequence[bytes],
-        positions: Sequence[int],
-        *,
-        num_tokens: int,
-        direction: HandoffDirection,
-        duration: float,
-    ) -> SlicedPublication:
-        """Begins a publication, which `publish_slice` continues. Raises InvalidItem."""
         if len(keys) != len(positions):
             raise InvalidItem(f"{len(keys)} keys and {len(positions)} positions")
         name: HoldName = (*session.engine, request_id)
-        return SlicedPublication(session, name, keys, positions, num_tokens, direction, duration)
+        return self._publish(
+            Publication(session, name, keys, positions, num_tokens, direction, duration, slice_keys), now
+        )
 
-    def publish_slice(self, publication: SlicedPublication, most: int, now: float) -> bool:
-        """Continues a publication with `most` blocks; returns whether to call it again."""
+    def _publish(self, publication: Publication, now: float) -> Operation[Hold | PublishStatus]:
+        try:
+            if len(publication.keys) > publication.slice_keys:
+                now = yield None
+            while self._publish_slice(publication, now):
+                now = yield None
+        except BaseException:
+            self._abandon(publication, now)
+            raise
+        assert publication.result is not None
+        return publication.result
+
+    def _publish_slice(self, publication: Publication, now: float) -> bool:
+        """Pins or prepares the next blocks; returns whether a slice is left."""
+        most = publication.slice_keys
         if publication.result is None:
             start, session = len(publication.blocks), publication.session
             blocks = self._pin(session, publication.keys[start : start + most])
@@ -168,19 +161,20 @@ class HandoffHandler:
             if most < len(publication.keys):
                 return isinstance(publication.result, Hold)
         hold = publication.result
-        return isinstance(hold, Hold) and self._prepare_slice(publication, hold, most)
+        return isinstance(hold, Hold) and self._prepare_slice(publication, hold)
 
-    def abandon(self, publication: SlicedPublication, now: float) -> None:
+    def _abandon(self, publication: Publication, now: float) -> None:
         """Ends a publication whose engine gets no answer, and its hold."""
         self._publications.discard(publication)
         hold = publication.result
-        if hold is None:
+        if isinstance(hold, Hold):
+            if self._table.get(hold.name) is hold:
+                self.release(hold.name, now)
+        elif hold is None and publication.blocks:
             self._unpin_held(publication.blocks)
-        elif isinstance(hold, Hold) and self._table.get(hold.name) is hold:
-            self.release(hold.name, now)
         self._cpu_tier.finish(publication)
 
-    def _open(self, publication: SlicedPublication, now: float) -> bool:
+    def _open(self, publication: Publication, now: float) -> bool:
         """Opens the hold of a publication whose blocks are pinned, or refuses it.
 
         Returns False if blocks are missing, or if ended holds must be unpinned first, because they
@@ -227,9 +221,9 @@ class HandoffHandler:
         self._stats[direction].published += 1
         return True
 
-    def _prepare_slice(self, publication: SlicedPublication, hold: Hold, most: int) -> bool:
+    def _prepare_slice(self, publication: Publication, hold: Hold) -> bool:
         """Promotes, protects and records the use of the next blocks, unless the hold has ended."""
-        start, end = publication.prepared, min(publication.prepared + most, len(hold.items))
+        start, end = publication.prepared, min(publication.prepared + publication.slice_keys, len(hold.items))
         is_open = self._table.get(hold.name) is hold
         if is_open:
             self._table.wait_for(hold, range(start, end))
@@ -275,22 +269,25 @@ class HandoffHandler:
         """Returns False if a hold was refused or ended, or another namespace holds the request."""
         return self._end_of(name) is None and not self._table.is_in_other_namespace(name)
 
-    def begin_claim(
+    def claim(
         self,
         session: EngineSession,
         name: HoldName,
         *,
         first_positions: Sequence[int],
         request_id: str,
+        lease_seconds: float,
         now: float,
         grant_id: int = 0,
-    ) -> HoldClaim:
-        """Begins a claim of the ready blocks of a hold, which `claims.claim_slice` continues.
+        slice_keys: int = STORE_SLICE,
+    ) -> Operation[HoldClaim]:
+        """Leases the ready blocks of a hold. If the operation ends early, no lease remains.
 
         `first_positions`: per group, the first position to lease; empty for all blocks. Raises
-        HoldNotFound, HoldExpired, or LimitExceeded if the session has too many leased items.
+        HoldNotFound, HoldExpired, or LimitExceeded if the session has too many leased items. Raises
+        HoldNotFound too if the hold or the lease of the earlier slices ends meanwhile.
         """
-        owner = Owner(session.engine, session.id, request_id)
+        owner = Owner(session.engine, session.id, request_id, grant_id)
         try:
             hold = self.find(name, now)
         except HoldExpired:
@@ -302,22 +299,8 @@ class HandoffHandler:
             raise HoldNotFound(
                 f"no hold of request {name[2]!r} of engine {name[1]!r} exists; it may have been released"
             )
-        return self.claims.begin(session, hold, first_positions, request_id=request_id, grant_id=grant_id)
-
-    def claim(
-        self,
-        session: EngineSession,
-        name: HoldName,
-        *,
-        first_positions: Sequence[int],
-        request_id: str,
-        expires_at: float,
-        now: float,
-    ) -> HoldClaim:
-        """Claims a hold in one piece. Arguments and errors are those of `begin_claim`."""
-        claim = self.begin_claim(session, name, first_positions=first_positions, request_id=request_id, now=now)
-        self.claims.claim_slice(claim, max(1, len(claim.hold.keys)), expires_at=expires_at, now=now)
-        return claim
+        claim = self.claims.begin(session, owner, hold, first_positions, lease_seconds, slice_keys)
+        return self.claims.run(claim, now)
 
     def renew(self, name: HoldName, now: float, extension: float | None = None) -> bool:
         """Extends a hold to `extension` seconds from now; returns whether the hold is open.
@@ -381,11 +364,11 @@ class HandoffHandler:
             self._charge(block)
         return blocks
 
-    def _is_over(self, publication: SlicedPublication) -> bool:
+    def _is_over(self, publication: Publication) -> bool:
         pins, budgets = self._lookups.pin_budget, publication.budgets
         return pins.is_over(publication.name[0]) or any(budget.is_over for budget in budgets)
 
-    def _refusal(self, publication: SlicedPublication) -> PublishStatus | None:
+    def _refusal(self, publication: Publication) -> PublishStatus | None:
         tenant, most = publication.session.tenant, MAX_HELD_ITEMS - len(publication.keys)
         if self._table.count(tenant) >= self._max_holds or self._table.items_of(tenant) > most:
             return PublishStatus.TOO_MANY

@@ -16,7 +16,7 @@ from ..types import EngineKey, EngineSession, HandoffDirection, HoldName, Owner,
 from .block import Block
 from .leases import PENDING_COST, BlockLease
 
-__all__ = ["Hold", "HoldClaim", "HoldTable", "SlicedPublication"]
+__all__ = ["Hold", "HoldClaim", "HoldTable", "Publication"]
 
 
 @dataclass(slots=True, eq=False)
@@ -76,8 +76,8 @@ class Hold:
 
 
 @dataclass(slots=True, eq=False)
-class SlicedPublication:
-    """A publication that runs in slices: it pins all blocks, opens the hold, and prepares it.
+class Publication:
+    """A publication: it pins all blocks, opens the hold, and prepares it.
 
     Attributes:
         blocks: the blocks pinned so far, until the hold owns their pins.
@@ -93,6 +93,7 @@ class SlicedPublication:
     num_tokens: int
     direction: HandoffDirection
     duration: float
+    slice_keys: int
     blocks: list[Block] = field(default_factory=list)
     budgets: set[RetentionBudget] = field(default_factory=set)
     result: Hold | PublishStatus | None = None
@@ -101,7 +102,7 @@ class SlicedPublication:
 
 @dataclass(slots=True, eq=False)
 class HoldClaim:
-    """A claim that runs in slices. Between two slices its lease owns the pins of the hits.
+    """A claim. Between two slices its lease owns the pins of the hits.
 
     Attributes:
         statuses: a status per key that the slices so far have claimed; 0 for a key not requested.
@@ -114,6 +115,8 @@ class HoldClaim:
     owner: Owner
     hold: Hold
     first_positions: Sequence[int]
+    lease_seconds: float
+    slice_keys: int
     statuses: bytearray = field(default_factory=bytearray)
     settled: int = 0
     lease: BlockLease | None = None

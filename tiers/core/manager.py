@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from ..base import NamespaceId, Outcome, RequestInfo, TierFilter
+from ..base import NamespaceId, Outcome, RequestInfo
 from ..errors import InvalidNamespace, UnknownSession
 from ..stats.request_log import RequestRecord
 from ..types import EngineSession, JobId, LeaseId, NamespaceSpec, Negotiation, Owner, StoreAnswer, StoreId
-from .bulk_eviction import EvictionRequest, EvictionTask
+from .bulk_eviction import Eviction, EvictionRequest
 from .call_specs import LookupSpec, StoreSpec
 from .commands import Command, LeaseSettled
 from .in_flight_stores import STORE_SLICE, Preparation, Store
@@ -150,10 +150,6 @@ class TierManager(CoreParts):
         lookup = self._lookups.begin(session, keys, spec, retain_until, slice_keys=slice_keys)
         return self._lookups.run_prefetch(lookup, now)
 
-    def check_filter(self, tiers: TierFilter) -> None:
-        """Raises InvalidItem if the filter names an unknown tier or the CPU tier."""
-        self._transfers.residency.excluded(tiers)
-
     def lease(self, session: EngineSession, lease_id: LeaseId) -> BlockLease:
         """Returns a lease of this session's engine. Raises LeaseNotFound, NotOwner."""
         return self._lookups.leases.get(lease_id, session.engine)
@@ -258,9 +254,9 @@ class TierManager(CoreParts):
     def resetting(self, session: EngineSession) -> int:
         return self._cpu_tier.pending_reset_blocks(session.namespace.id)
 
-    def evict(self, wanted: EvictionRequest) -> EvictionTask:
-        """Queues an operator's eviction. It runs in slices, after all evictions queued earlier."""
-        return self._sliced_work.evict(wanted, self._now)
+    def evict(self, wanted: EvictionRequest) -> Eviction:
+        """Returns an operator's eviction, which `Eviction.run` performs."""
+        return Eviction(wanted, [self._cpu_tier, *self._transfers.sources(self._cpu_tier.used_at)], self._now)
 
     def leases(self) -> list[BlockLease]:
         return list(self._lookups.leases)

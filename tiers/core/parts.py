@@ -100,8 +100,11 @@ class CoreParts:
             commands=self._commands,
             events=self.events,
         )
-        self.shared_tiers = SharedTierQueries(self._transfers.residency, self._cpu_tier)
-        self.durability = Durability(cpu_tier=self._cpu_tier, transfers=self._transfers)
+        shared_tiers = self._shared_tiers = SharedTierQueries(self._transfers.residency, self._cpu_tier)
+        self.excluded, self.query_shared_tiers = self._transfers.residency.excluded, shared_tiers.query
+        self.lacking, self.locate, self.withdraw = shared_tiers.lacking, shared_tiers.locate, shared_tiers.withdraw
+        durability = self._durability = Durability(cpu_tier=self._cpu_tier, transfers=self._transfers)
+        self.flush, self.store_skipped, self.hurry = durability.flush, durability.store_skipped, durability.hurry
 
     def _create_handlers(self, settings: TierSettings, tiers: Sequence[SecondaryTier], new_ids: Iterator[int]) -> None:
         """Creates the event handlers. A handler refers only to handlers created before it."""

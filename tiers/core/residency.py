@@ -5,16 +5,20 @@ The answer comes from the catalogs, and for shared tiers also from queries to th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ..base import NamespaceId, TierFilter
 from ..errors import InvalidItem
 from ..types import EngineSession, JobId
-from .commands import Command, LookupInTier
+from .commands import Change, Command, LookupInTier
 from .cpu_tier import CpuTier
+from .operations import Operation
 from .secondary import Name, Presence, SecondaryTierState
 
 __all__ = ["ResidencyIndex", "SharedTierQueries"]
+
+QUERY_SLICE = 512
 
 _ALL_TIERS = TierFilter()
 
@@ -130,30 +134,79 @@ class SharedTierQueries:
         self._residency = residency
         self._cpu_tier = cpu_tier
 
-    def __bool__(self) -> bool:
-        """Returns whether there are shared tiers."""
-        return self._residency.has_shared_tiers
-
     def query(
-        self, session: EngineSession, keys: Sequence[bytes], tiers: TierFilter = _ALL_TIERS, *, prefix: bool
-    ) -> tuple[list[bytes], bool]:
-        """Queries the tiers that may have the blocks.
+        self,
+        session: EngineSession,
+        keys: Sequence[bytes],
+        tiers: TierFilter = _ALL_TIERS,
+        *,
+        prefix: bool,
+        deadline: float,
+        now: float,
+        slice_keys: int = QUERY_SLICE,
+    ) -> Operation[None]:
+        """Queries the tiers that may have the blocks; waits for the answers or the deadline.
 
-        Returns the keys whose answers are outstanding, and whether there is a miss. With `prefix`
-        the scan ends at the first miss; an outstanding answer is not a miss.
+        With `prefix` the operation ends at the first miss.
         """
-        outstanding: list[bytes] = []
-        has_miss = False
-        for key in keys if self else ():
+        if not self._residency.has_shared_tiers:
+            return
+        outstanding: deque[bytes] = deque()
+        for start in range(0, len(keys), slice_keys):
+            if len(keys) > slice_keys:
+                now = yield None
+            if self._ask(session, keys[start : start + slice_keys], tiers, outstanding, prefix=prefix):
+                break
+        while outstanding and now < deadline:
+            # Asks again if the answer has expired.
+            now = yield from self._drop_answered(session, outstanding, tiers, slice_keys, now, prefix=prefix)
+            if outstanding:
+                self._residency.send_queries()
+                now = yield Change(deadline)
+
+    def _ask(
+        self,
+        session: EngineSession,
+        keys: Sequence[bytes],
+        tiers: TierFilter,
+        outstanding: deque[bytes],
+        *,
+        prefix: bool,
+    ) -> bool:
+        """Adds the keys whose answers are outstanding. Returns whether a miss ends the scan."""
+        is_over = False
+        for key in keys:
             presence = self.presence(session, key, tiers)
             if presence is Presence.UNKNOWN:
                 outstanding.append(key)
-            elif presence is not Presence.HELD:
-                has_miss = True
-                if prefix:
-                    break
+            elif prefix and presence is not Presence.HELD:
+                is_over = True
+                break
         self._residency.send_queries()
-        return outstanding, has_miss
+        return is_over
+
+    def _drop_answered(
+        self,
+        session: EngineSession,
+        outstanding: deque[bytes],
+        tiers: TierFilter,
+        slice_keys: int,
+        now: float,
+        *,
+        prefix: bool,
+    ) -> Operation[float]:
+        """Drops the first keys, up to a key without an answer. With `prefix`, a miss drops all."""
+        for number in range(1, len(outstanding) + 1):
+            presence = self.presence(session, outstanding[0], tiers)
+            if presence is Presence.UNKNOWN:
+                break
+            outstanding.popleft()
+            if prefix and presence is not Presence.HELD:
+                outstanding.clear()
+                break
+            if not number % slice_keys:
+                now = yield None
+        return now
 
     def presence(self, session: EngineSession, key: bytes, tiers: TierFilter = _ALL_TIERS) -> Presence:
         """Returns whether any tier has a block. Queues a query if a tier has not answered."""
@@ -162,10 +215,6 @@ class SharedTierQueries:
         if block is not None and (block.ready or block.pending):
             return Presence.HELD
         return self._residency.peek(namespace, key, self._residency.excluded(tiers))
-
-    def excluded(self, tiers: TierFilter) -> frozenset[int]:
-        """Returns the positions of the tiers that a filter names. Raises InvalidItem."""
-        return self._residency.excluded(tiers)
 
     def lacking(self, session: EngineSession, keys: Sequence[bytes], tiers: TierFilter) -> list[bytes]:
         """Returns the keys that no tier has, as far as the tiers have answered."""

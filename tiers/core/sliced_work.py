@@ -1,4 +1,4 @@
-"""Incremental work: runs reset, expiry and bulk eviction in slices, to keep the event loop free.
+"""Incremental work: runs resets and expiry in slices, to keep the event loop free.
 
 A slice that leaves work behind requests the next one with a `ContinueWork` command. At most one
 such command is outstanding.
@@ -6,12 +6,10 @@ such command is outstanding.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from .bulk_eviction import EvictionRequest, EvictionSource, EvictionTask
 from .commands import Command, ContinueWork
 from .cpu_tier import CpuTier
 from .transfers import TransferScheduler
@@ -26,7 +24,7 @@ class PinOwner(Protocol):
 
 
 class IncrementalWork:
-    """Unfinished resets, unpins of ended leases and holds, expiries and operator evictions."""
+    """Unfinished resets, unpins of ended leases and holds, and expiries."""
 
     def __init__(
         self,
@@ -40,7 +38,6 @@ class IncrementalWork:
         self.pin_owners: Sequence[PinOwner] = ()
         """The leases, the holds and the stores. Set once, when they have been created."""
         self._commands = commands
-        self._eviction_tasks: deque[EvictionTask] = deque()
         self._continue_requested = False
 
     def continue_if(self, more: bool) -> None:  # noqa: FBT001 - the return value of a slice
@@ -52,7 +49,7 @@ class IncrementalWork:
         """Runs the next slice of every operation. Called once for each `ContinueWork`.
 
         If one operation raises, the others still run, and the next slice is requested. Then the
-        error is raised. If an operator eviction raised, it has ended.
+        error is raised.
         """
         self._continue_requested = False
         slices: tuple[Callable[[], bool], ...] = (
@@ -60,7 +57,6 @@ class IncrementalWork:
             self._cpu_tier.reset_slice,
             *(each.unpin_slice for each in self.pin_owners),
             partial(self._drop_expired, now),
-            self._evict_requested,
         )
         errors: list[Exception] = []
         more = [_run(slice_, errors) for slice_ in slices]
@@ -72,19 +68,6 @@ class IncrementalWork:
 
     def expire(self, now: float) -> None:
         self.continue_if(self._drop_expired(now))
-
-    def evict(self, wanted: EvictionRequest, now: float) -> EvictionTask:
-        sources: list[EvictionSource] = [self._cpu_tier, *self._transfers.sources(self._cpu_tier.used_at)]
-        task = EvictionTask(wanted, sources, now)
-        self._eviction_tasks.append(task)
-        self.continue_if(True)
-        return task
-
-    def _evict_requested(self) -> bool:
-        """Runs a slice of the first operator eviction; returns whether any is unfinished."""
-        if self._eviction_tasks and not self._eviction_tasks[0].work():
-            self._eviction_tasks.popleft()
-        return bool(self._eviction_tasks)
 
     def _drop_expired(self, now: float) -> bool:
         """Drops expired blocks, one slice per tier; returns whether expired blocks are left."""

@@ -130,19 +130,29 @@ def _drainage(*, complete: bool = True) -> tuple[Drain, Any, list[str]]:
 
 async def test_a_failed_eviction_ends_with_an_error() -> None:
     """The error follows the progress, and the next call is served."""
-    clearing: Any = SimpleNamespace(done=False, error=None, tiers=[EvictionProgress(0, total=2)], cancel=lambda: None)
+    fails = asyncio.Event()
+
+    async def run(*_: object) -> None:
+        await fails.wait()
+        raise RuntimeError("a defect")
+
+    eviction = SimpleNamespace(tiers=[EvictionProgress(0, total=2)], run=lambda: None)
     runtime: Any = SimpleNamespace(
-        core=SimpleNamespace(evict=lambda _: clearing),
+        core=SimpleNamespace(evict=lambda _: eviction),
         stats=lambda: SimpleNamespace(tiers=[SimpleNamespace(name="cpu")]),
         now=lambda: 0.0,
         run_commands=lambda: None,
     )
     service = AdminService(
-        runtime, cast(Any, None), cast(Any, None), cast(Any, SimpleNamespace(ending=False)), cast(Any, None)
+        runtime,
+        cast(Any, None),
+        cast(Any, None),
+        cast(Any, SimpleNamespace(ending=False)),
+        cast(Any, SimpleNamespace(run=run)),
     )
     steps = service.Evict(admin_pb2.EvictRequest(), cast(Any, None))
     assert not (await anext(steps)).done
-    clearing.done, clearing.error = True, RuntimeError("a defect")
+    fails.set()
     with pytest.raises(RuntimeError, match="a defect"):
         await anext(steps)
     assert service._evictions == 0

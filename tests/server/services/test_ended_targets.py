@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from harness.operations import run_to_end
 from harness.payloads import key_of, namespace_of
-from harness.service_calls import PART, Calls, serving, transfers_of
+from harness.service_calls import PART, Calls, serving, transfers_of, until
 
 from kvtier.protos.v1 import admin_pb2, cache_pb2, session_pb2, transfer_pb2
 from kvtier.server.config.schema import LimitConfig, SessionConfig
@@ -139,12 +140,16 @@ async def test_an_eviction_ends_with_its_call(calls: Calls, lease: LeaseId, monk
     """After the client has cancelled the call, the server evicts no further blocks."""
     core = calls.runtime.core
     core.release(calls.session, lease)
-    tasks: list[Any] = []
-    evict = core.evict
-    monkeypatch.setattr(core, "evict", lambda request: tasks.append(evict(request)) or tasks[-1])
-    service = AdminService(calls.runtime, UNUSED, UNUSED, SimpleNamespace(ending=False), UNUSED)  # type: ignore[arg-type]
-    steps: Any = service.Evict(admin_pb2.EvictRequest(), UNUSED)
+    monkeypatch.setattr("kvtier.tiers.core.bulk_eviction.SLICE", 1)
+    monkeypatch.setattr("kvtier.server.rpc.slice_scheduler._TURN_SECONDS", 0.0)
+    blocks = core.stats().tiers[0].blocks
+    service: Any = AdminService(calls.runtime, UNUSED, UNUSED, SimpleNamespace(ending=False), calls.long_calls)  # type: ignore[arg-type]
+    steps = service.Evict(admin_pb2.EvictRequest(), UNUSED)
     assert not (await anext(steps)).done
-    assert [task.done for task in tasks] == [False]
+    await until(lambda: core.stats().tiers[0].blocks < blocks)
     await steps.aclose()
-    assert [task.done for task in tasks] == [True]
+    left = core.stats().tiers[0].blocks
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert 0 < left == core.stats().tiers[0].blocks
+    assert not service._evicting.locked()

@@ -18,6 +18,7 @@ from kvtier.server.rpc.slice_scheduler import SliceScheduler
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.admin import AdminService
 from kvtier.server.services.admin_messages import build_status
+from kvtier.server.services.long_calls import LongCalls
 from kvtier.server.telemetry.loop_lag import LoopLag
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
@@ -41,20 +42,22 @@ async def service() -> AsyncIterator[Any]:
     run_to_end(core.complete_store(session, answer.store_id))
     for number in range(COUNT):
         run_to_end(core.lookup(session, KEYS, LookupSpec(lease_seconds=1e12), now=0))
-        core.handoffs.publish(
-            session,
-            f"r{number}",
-            KEYS,
-            range(4),
-            num_tokens=64,
-            direction=HandoffDirection.PREFILL_TO_DECODE,
-            duration=60,
-            now=runtime.now(),
+        run_to_end(
+            core.handoffs.publish(
+                session,
+                f"r{number}",
+                KEYS,
+                range(4),
+                num_tokens=64,
+                direction=HandoffDirection.PREFILL_TO_DECODE,
+                duration=60,
+                now=runtime.now(),
+            )
         )
     sessions = SessionRegistry(runtime, 1)
     turns = SliceScheduler(sessions)
     status = partial(build_status, runtime, sessions, 0.0, LoopLag(), turns.pause)
-    yield AdminService(runtime, sessions, status, None, turns)  # type: ignore[arg-type]
+    yield AdminService(runtime, sessions, status, None, LongCalls(runtime, sessions, turns))  # type: ignore[arg-type]
     await runtime.close()
 
 

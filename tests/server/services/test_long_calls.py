@@ -23,7 +23,7 @@ from kvtier.server.runtime import TierRuntime
 from kvtier.server.services import long_calls
 from kvtier.tiers.base import NamespaceId, TierFilter
 from kvtier.tiers.core.call_specs import LookupSpec
-from kvtier.tiers.core.secondary import Presence
+from kvtier.tiers.core.completions import Durability
 from kvtier.tiers.errors import InvalidItem, InvalidKey, StoreNotFound
 from kvtier.tiers.types import (
     DurableStatus,
@@ -151,13 +151,13 @@ def test_a_flush_misses_no_change_during_its_slices() -> None:
         async with serving() as calls:
             stop_ticks(calls.runtime)
             store = calls.store(KEYS)
-            first = calls.runtime.core.durability.of(SPEC.id, KEYS[0])
+            first = run_to_end(calls.runtime.core.flush(SPEC.id, KEYS[:1]))
             flush = asyncio.create_task(calls.flush(KEYS, 30))
             for _ in range(3):
                 await asyncio.sleep(0)
             run_to_end(calls.runtime.core.complete_store(calls.session, store))
             calls.runtime.notify_change()
-            assert first == DurableStatus.PENDING
+            assert first == bytes([DurableStatus.PENDING])
             assert await asyncio.wait_for(flush, 10) == bytes([DurableStatus.VOLATILE]) * MANY
 
     asyncio.run(scenario())
@@ -188,18 +188,18 @@ def test_a_query_of_shared_tiers_misses_no_answer(
 
             turn = scheduler.turn
 
-            async def turn_after_answers(session: EngineSession) -> None:
-                await turn(session)
+            async def turn_after_answers(session: EngineSession) -> float:
+                turn_ends = await turn(session)
                 if scheduler.turns > 1:
                     await until(lambda: answered >= len(stored))
+                return turn_ends
 
             monkeypatch.setattr(core, "lookup_finished", lookup_finished)
             monkeypatch.setattr(scheduler, "turn", turn_after_answers)
-            query = calls.long_calls.query_shared_tiers(
-                calls.session, KEYS[:1024], TierFilter(), calls.runtime.now() + 30, prefix=False
-            )
-            await asyncio.wait_for(query, 10)
-            assert core.shared_tiers.presence(calls.session, KEYS[0]) is Presence.ABSENT
+            now = calls.runtime.now()
+            query = core.query_shared_tiers(calls.session, KEYS[:1024], prefix=False, deadline=now + 30, now=now)
+            await asyncio.wait_for(calls.long_calls.run(calls.session, query), 10)
+            assert core.lacking(calls.session, KEYS[:1], TierFilter()) == KEYS[:1]
 
     asyncio.run(scenario())
 
@@ -210,13 +210,13 @@ def test_long_calls_run_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with serving() as calls:
             slices: list[int] = []
-            durability, original = calls.runtime.core.durability, calls.runtime.core.durability.flush
+            original = Durability._store_missing
 
-            def flush(namespace: NamespaceId, keys: Sequence[bytes]) -> bytes:
+            def store_missing(durability: Durability, namespace: NamespaceId, keys: Sequence[bytes]) -> None:
                 slices.append(len(keys))
-                return original(namespace, keys)
+                original(durability, namespace, keys)
 
-            monkeypatch.setattr(durability, "flush", flush)
+            monkeypatch.setattr(Durability, "_store_missing", store_missing)
             turns = await turns_of(asyncio.create_task(calls.flush(KEYS, 0)))
             assert sum(slices) == MANY
             assert max(slices) <= 256

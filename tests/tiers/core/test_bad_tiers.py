@@ -172,7 +172,7 @@ def test_a_hanging_tier_is_bypassed() -> None:
     assert rig.look_up(0) is None, "no load is asked for"
     assert rig.core.stats().misses_by_reason == {MissReason.LOAD_FAILED: 1}
     rig.store(*range(200, 208))
-    assert rig.core.durability.flush(rig.session.namespace.id, keys(200)) == bytes([DurableStatus.VOLATILE]), (
+    assert run_to_end(rig.core.flush(rig.session.namespace.id, keys(200))) == bytes([DurableStatus.VOLATILE]), (
         "no flush waits for it"
     )
     assert rig.jobs() == []

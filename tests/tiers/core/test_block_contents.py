@@ -44,9 +44,7 @@ def test_a_content_is_kept_until_no_tier_has_the_block() -> None:
     rig.core.reset(rig.session)
     rig.finish_jobs()
     assert rig.described == keys(*range(4)), "the disk has the blocks"
-    evicted = rig.core.evict(EvictionRequest((1,)))
-    while not evicted.done:
-        rig.core.work()
+    run_to_end(rig.core.evict(EvictionRequest((1,))).run())
     assert rig.described == []
     assert rig.core.events.contents.nbytes == 0
 

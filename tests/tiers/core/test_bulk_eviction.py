@@ -4,14 +4,14 @@ from collections.abc import Iterable
 
 import pytest
 from core_rig import HIT, MISS, Rig, keys, ready_blocks
-from harness.operations import run_to_end
+from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core import bulk_eviction
-from kvtier.tiers.core.bulk_eviction import EvictionRequest, EvictionTask
+from kvtier.tiers.core.bulk_eviction import Eviction, EvictionRequest
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
-from kvtier.tiers.core.commands import ContinueWork, RemoveFromTier
+from kvtier.tiers.core.commands import RemoveFromTier
 from kvtier.tiers.types import MissReason, NamespaceSpec
 
 SLOT = 4096
@@ -19,14 +19,13 @@ OTHER = NamespaceSpec(NamespaceId(b"o" * 32), world_size=1, part_bytes=(SLOT,))
 CPU, BELOW = 0, 1
 
 
-def run(rig: Rig, wanted: EvictionRequest) -> EvictionTask:
-    cleared = rig.core.evict(wanted)
-    while not cleared.done:
-        rig.core.work()
-    return cleared
+def run(rig: Rig, wanted: EvictionRequest) -> Eviction:
+    eviction = rig.core.evict(wanted)
+    run_to_end(eviction.run())
+    return eviction
 
 
-def figures(cleared: EvictionTask) -> list[tuple[int, int]]:
+def figures(cleared: Eviction) -> list[tuple[int, int]]:
     """Returns the evicted and the kept blocks per tier."""
     return [(tier.blocks, tier.kept_blocks) for tier in cleared.tiers]
 
@@ -203,13 +202,13 @@ def test_blocks_that_leave_during_the_walk_are_not_counted(monkeypatch: pytest.M
     monkeypatch.setattr(bulk_eviction, "SLICE", 1)
     rig = stocked(1, 2, 3, tier=ModelTier("near", 1 << 20))
     cleared = rig.core.evict(EvictionRequest([tier]))
-    rig.core.work()
+    steps = Steps(cleared.run())
+    assert steps.step()
     if tier == CPU:
         rig.core._cpu_tier.evict([block for block in ready_blocks(rig.core) if block.key in keys(0)])
     else:
         rig.core.entries_lost(BELOW, [(rig.session.namespace.id, key) for key in keys(0)])
-    while not cleared.done:
-        rig.core.work()
+    steps.finish()
     assert figures(cleared) == [(2, 0)]
     assert used(rig)[tier] == 0
 
@@ -219,11 +218,10 @@ def test_blocks_stored_during_the_walk_do_not_exceed_the_request(monkeypatch: py
     monkeypatch.setattr(bulk_eviction, "SLICE", 1)
     rig = stocked(1, 2, 3)
     cleared = rig.core.evict(EvictionRequest([CPU], max_bytes=4 * SLOT))
-    for _ in range(3):  # the first walk
-        rig.core.work()
+    steps = Steps(cleared.run())
+    assert [steps.step() for _ in range(3)] == [True] * 3  # the first walk
     rig.store(keys(*range(10, 20)))
-    while not cleared.done:
-        rig.core.work()
+    steps.finish()
     assert cleared.tiers[0].nbytes == 4 * SLOT
 
 
@@ -234,26 +232,23 @@ def test_evictions_from_the_cpu_tier_do_not_exceed_the_request(monkeypatch: pyte
     rig.core.tick(100)
     rig.look_up(keys(4, 5, 6, 7), prefix=False)
     cleared = rig.core.evict(EvictionRequest([BELOW], max_bytes=4 * SLOT))
-    for _ in range(8):  # the first walk
-        rig.core.work()
+    steps = Steps(cleared.run())
+    assert [steps.step() for _ in range(8)] == [True] * 8  # the first walk
     rig.core._cpu_tier.evict(ready_blocks(rig.core))
-    while not cleared.done:
-        rig.core.work()
+    steps.finish()
     assert cleared.tiers[0].nbytes == 4 * SLOT
 
 
 def test_a_large_eviction_runs_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New or used blocks are not affected; a second eviction waits for the first."""
+    """New or used blocks are not affected."""
     monkeypatch.setattr(bulk_eviction, "SLICE", 10)
     rig = Rig(extents=2)
     names = keys(*range(EXTENT // SLOT))
     rig.store(names)
-    rig.core.take_commands()
-    first, second = rig.core.evict(EvictionRequest([CPU])), rig.core.evict(EvictionRequest([CPU]))
-    assert rig.core.take_commands() == [ContinueWork()]
+    first = rig.core.evict(EvictionRequest([CPU]))
+    steps = Steps(first.run())
     before, left = used(rig)[0], []
-    while not first.done:
-        rig.core.work()
+    while steps.step():
         assert before - used(rig)[0] <= 10 * SLOT
         before = used(rig)[0]
         left.append(before)
@@ -264,11 +259,7 @@ def test_a_large_eviction_runs_in_slices(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(left) >= len(names) / 10
     assert (first.tiers[0].blocks, first.tiers[0].kept_blocks) == (len(names) - 1, 1)
     assert count_present(rig, keys(900)) == 1
-    assert not second.done
-    while ContinueWork() in rig.core.take_commands():
-        rig.core.work()
-    assert second.done
-    assert figures(second) == [(1, 1)]
+    assert figures(run(rig, EvictionRequest([CPU]))) == [(1, 1)]
 
 
 def test_a_cancelled_eviction_stops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,10 +267,10 @@ def test_a_cancelled_eviction_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk_eviction, "SLICE", 2)
     rig = stocked(*range(1, 7))
     cleared = rig.core.evict(EvictionRequest([CPU]))
-    rig.core.work()
-    cleared.cancel()
-    assert (cleared.done, cleared.tiers[0].blocks) == (True, 2)
-    rig.core.work()
+    steps = Steps(cleared.run())
+    assert steps.step()
+    steps.operation.close()
+    assert cleared.tiers[0].blocks == 2
     assert used(rig) == [4 * SLOT]
     assert figures(run(rig, EvictionRequest([CPU]))) == [(4, 0)]
 
@@ -289,14 +280,13 @@ def test_a_failed_eviction_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk_eviction, "SLICE", 2)
     rig = stocked(*range(1, 7))
     cleared = rig.core.evict(EvictionRequest([CPU]))
-    rig.core.work()
+    steps = Steps(cleared.run())
+    assert steps.step()
     with monkeypatch.context() as broken:
         broken.setattr(rig.core._cpu_tier, "evict", fail)
         with pytest.raises(RuntimeError):
-            rig.core.work()
-    assert (cleared.done, type(cleared.error)) == (True, RuntimeError)
+            steps.step()
     assert (cleared.tiers[0].blocks, cleared.tiers[0].nbytes) == (2, 2 * SLOT)
-    rig.core.work()
     assert used(rig) == [4 * SLOT]
     assert figures(run(rig, EvictionRequest([CPU]))) == [(4, 0)]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import pytest
 from core_rig import keys
-from harness.operations import run_to_end
+from harness.operations import Steps, run_to_end
 from hold_rig import NO_STATUS, HoldRig
 
 from kvtier.tiers.core.block import Block
@@ -32,14 +32,17 @@ def new_rig() -> HoldRig:
     return rig
 
 
-def begin(rig: HoldRig, *, first: list[int] | None = None, request_id: str = "mine") -> HoldClaim:
-    return rig.core.handoffs.begin_claim(
-        rig.reader, rig.name(), first_positions=first or [], request_id=request_id, now=0.0
+def begin(rig: HoldRig, most: int = 3, *, first: list[int] | None = None, request_id: str = "mine") -> Steps[HoldClaim]:
+    claim = rig.core.handoffs.claim(
+        rig.reader,
+        rig.name(),
+        first_positions=first or [],
+        request_id=request_id,
+        lease_seconds=600,
+        now=0.0,
+        slice_keys=most,
     )
-
-
-def claim_slice(rig: HoldRig, claim: HoldClaim, most: int = 3) -> bool:
-    return rig.core.handoffs.claims.claim_slice(claim, most, expires_at=600, now=0.0)
+    return Steps(claim, "claim")
 
 
 def pins(rig: HoldRig) -> list[int]:
@@ -57,11 +60,12 @@ def test_slices_claim_the_same_blocks(most: int, first: list[int]) -> None:
     """Statuses, lease, pins, counters and explanation are equal."""
     whole, sliced = new_rig(), new_rig()
     expected = whole.claim(first=first)
-    claim = begin(sliced, first=first)
+    steps = begin(sliced, most, first=first)
     slices = 1
-    while claim_slice(sliced, claim, most):
+    while steps.step():
         slices += 1
-    assert slices == -(-len(NAMES) // most)
+    claim, is_long = steps.answer, len(NAMES) > most
+    assert slices == -(-len(NAMES) // most) + is_long
     assert claim.statuses == expected.statuses
     assert pins(sliced) == pins(whole)
     assert sliced.stats() == whole.stats()
@@ -80,15 +84,15 @@ def test_slices_claim_the_same_blocks(most: int, first: list[int]) -> None:
     assert not len(sliced.core.leases())
 
 
-@pytest.mark.parametrize("slices", range(6))
+@pytest.mark.parametrize("slices", range(7))
 def test_an_abandoned_claim_leaves_nothing(slices: int) -> None:
     """The client disconnects between two slices."""
     rig = new_rig()
     before = pins(rig)
     claim = begin(rig)
     for _ in range(slices):
-        claim_slice(rig, claim)
-    rig.core.handoffs.claims.abandon(claim)
+        claim.step()
+    claim.operation.close()
     assert pins(rig) == before
     assert not rig.core.leases()
 
@@ -125,12 +129,12 @@ def test_a_claim_fails_if_its_hold_or_lease_ends_between_two_slices(end: Callabl
     """A lease has only blocks of a hold that is open. No pin remains (B2.17, B3.19)."""
     rig, other = new_rig(), new_rig()
     claim = begin(rig)
-    assert claim_slice(rig, claim)
+    assert [claim.step(), claim.step()] == [True, True]
+    assert rig.core.leases()
     end(rig)
     end(other)
     with pytest.raises(HoldNotFound):
-        claim_slice(rig, claim)
-    rig.core.handoffs.claims.abandon(claim)
+        claim.step()
     for each in (rig, other):
         while any(each.core.resetting(session) for session in (each.session, each.reader)):
             each.core.work()
@@ -151,9 +155,7 @@ def test_a_claim_in_slices_is_one_use(monkeypatch: pytest.MonkeyPatch, request_i
 
     monkeypatch.setattr(tier, "use", spy)
     monkeypatch.setattr(tier, "finish", finished.append)
-    claim = begin(rig, request_id=request_id)
-    while claim_slice(rig, claim):
-        pass
+    claim = begin(rig, request_id=request_id).finish()
     assert len(used) > 1
     assert set(used) == {claim if not request_id else claim.owner.user}
     assert finished == ([claim] if not request_id else [])

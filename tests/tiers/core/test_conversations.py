@@ -3,14 +3,15 @@
 from unittest import mock
 
 import pytest
-from harness.operations import run_to_end
+from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 from tenants import PAGE, Rig, keys, spec, tenant
 
 from kvtier.tiers.base import RequestInfo
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
-from kvtier.tiers.core.conversation_tasks import ActionCounts, BlockAction, ConversationTask, TierUse
+from kvtier.tiers.core.conversation_tasks import ActionCounts, BlockAction, TierUse
 from kvtier.tiers.core.conversations import Conversation
+from kvtier.tiers.core.operations import Operation
 from kvtier.tiers.errors import RetentionFull
 
 LIMITS = "kvtier.tiers.core.conversations.MAX_"
@@ -38,11 +39,12 @@ def store(rig: Rig, name: str, numbers: range, *, owner: str = "alice") -> Conve
     return conversation
 
 
-def work(rig: Rig, task: ConversationTask) -> ActionCounts:
-    while task.work():
+def work(rig: Rig, action: Operation[ActionCounts]) -> ActionCounts:
+    steps = Steps(action)
+    while steps.step():
         rig.work()
     rig.work()
-    return task.counts
+    return steps.answer
 
 
 def flood(rig: Rig) -> None:
@@ -93,7 +95,7 @@ def test_the_table_forgets_the_conversation_that_was_not_used_for_the_longest_ti
     with mock.patch(f"{LIMITS}{limit}", 24 if limit.endswith("KEYS") else 3):
         rig = Rig()
         pinned = store(rig, "pinned", range(8))
-        work(rig, rig.core.conversations.pin([pinned]))
+        work(rig, rig.core.conversations.act(BlockAction.PIN, [pinned]))
         first, second = store(rig, "first", range(10, 18)), store(rig, "second", range(20, 28))
         store(rig, "first", range(10, 18))
         third = store(rig, "third", range(30, 38))
@@ -117,7 +119,7 @@ def test_retained_blocks_stay_until_their_time() -> None:
     """In both tiers, also the blocks that later requests store."""
     rig = Rig(tiers=[ModelTier("disk", 64 * PAGE)])
     conversation = store(rig, "c", range(8))
-    assert work(rig, rig.core.conversations.retain([conversation], 60)) == ActionCounts(changed=8)
+    assert work(rig, rig.core.conversations.act(BlockAction.RETAIN, [conversation], 60)) == ActionCounts(changed=8)
     store(rig, "c", range(8, 12))
     flood(rig)
     assert set(keys(range(12))) <= rig.visible("alice") & rig.below("alice")
@@ -138,11 +140,13 @@ def test_too_many_blocks_are_refused_and_nothing_changes() -> None:
     rig = Rig(tenant("alice", quota=2 * EXTENT))
     small, large = store(rig, "small", range(8)), store(rig, "large", range(10, 30))
     with pytest.raises(RetentionFull, match="may retain"):
-        work(rig, rig.core.conversations.retain([large], 60))
+        work(rig, rig.core.conversations.act(BlockAction.RETAIN, [large], 60))
     assert rig.share("alice").retained == 0
     assert large.retain_until == 0
-    assert work(rig, rig.core.conversations.retain([small], 60)).changed == 8
-    assert work(rig, rig.core.conversations.retain([small], 90)).changed == 8, "retained blocks are charged once"
+    assert work(rig, rig.core.conversations.act(BlockAction.RETAIN, [small], 60)).changed == 8
+    assert work(rig, rig.core.conversations.act(BlockAction.RETAIN, [small], 90)).changed == 8, (
+        "retained blocks are charged once"
+    )
 
 
 def test_released_blocks_can_be_evicted() -> None:
@@ -150,7 +154,7 @@ def test_released_blocks_can_be_evicted() -> None:
     rig = Rig()
     first, second = store(rig, "first", range(8)), store(rig, "second", range(4, 12))
     tasks = rig.core.conversations
-    work(rig, tasks.retain([first, second], 60))
+    work(rig, tasks.act(BlockAction.RETAIN, [first, second], 60))
     assert work(rig, tasks.act(BlockAction.RELEASE, [first])) == ActionCounts(changed=4, shared=4)
     flood(rig)
     assert rig.visible("alice") & set(keys(range(12))) == set(keys(range(4, 12)))
@@ -160,7 +164,7 @@ def test_demoted_blocks_are_evicted_first() -> None:
     """If a tier below has them; retention ends. A later use makes them ordinary blocks again."""
     rig = disk_rig()
     conversation = store(rig, "c", range(8))
-    work(rig, rig.core.conversations.retain([conversation], 60))
+    work(rig, rig.core.conversations.act(BlockAction.RETAIN, [conversation], 60))
     rig.store("alice", range(100, 132))
     assert work(rig, rig.core.conversations.act(BlockAction.DEMOTE, [conversation])) == ActionCounts(changed=8)
     rig.look_up("alice", range(2))
@@ -218,13 +222,13 @@ def test_only_unpinning_changes_pinned_blocks(action: BlockAction) -> None:
     """Neither an action on the conversation nor one on its keys."""
     rig = disk_rig()
     tasks, conversation = rig.core.conversations, store(rig, "c", range(8))
-    assert work(rig, tasks.pin([conversation])).changed == 8
+    assert work(rig, tasks.act(BlockAction.PIN, [conversation])).changed == 8
     assert work(rig, tasks.act(action, [conversation])) == ActionCounts(kept=8)
-    assert work(rig, tasks.act_on_keys(action, spec("alice").id, keys(range(8)))) == ActionCounts(kept=8)
+    assert work(rig, tasks.act_on_keys(action, [(spec("alice").id, keys(range(8)))])) == ActionCounts(kept=8)
     rig.tick(86400 * 365)
     flood(rig)
     assert set(keys(range(8))) <= rig.visible("alice")
-    assert work(rig, tasks.unpin([conversation])) == ActionCounts(changed=8)
+    assert work(rig, tasks.act(BlockAction.UNPIN, [conversation])) == ActionCounts(changed=8)
     assert rig.share("alice").retained == 0
 
 
@@ -233,22 +237,22 @@ def test_actions_on_keys_need_no_conversation() -> None:
     rig.store("alice", range(8))
     tasks, namespace = rig.core.conversations, spec("alice").id
     some = keys([*range(8), 90, 0])
-    assert work(rig, tasks.act_on_keys(BlockAction.RETAIN, namespace, some, 60)) == ActionCounts(changed=8, missing=1)
+    assert work(rig, tasks.act_on_keys(BlockAction.RETAIN, [(namespace, some)], 60)) == ActionCounts(
+        changed=8, missing=1
+    )
     flood(rig)
     assert set(keys(range(8))) <= rig.visible("alice")
-    assert work(rig, tasks.act_on_keys(BlockAction.RELEASE, namespace, some)) == ActionCounts(changed=8, missing=1)
-    assert work(rig, tasks.act_on_keys(BlockAction.DEMOTE, namespace, some)) == ActionCounts(changed=8, missing=1)
-    assert work(rig, tasks.act_on_keys(BlockAction.DELETE, namespace, some)) == ActionCounts(changed=8, missing=1)
+    assert work(rig, tasks.act_on_keys(BlockAction.RELEASE, [(namespace, some)])) == ActionCounts(changed=8, missing=1)
+    assert work(rig, tasks.act_on_keys(BlockAction.DEMOTE, [(namespace, some)])) == ActionCounts(changed=8, missing=1)
+    assert work(rig, tasks.act_on_keys(BlockAction.DELETE, [(namespace, some)])) == ActionCounts(changed=8, missing=1)
     assert not set(keys(range(8))) & (rig.visible("alice") | rig.below("alice"))
 
 
 def test_the_use_of_each_tier_is_counted() -> None:
     rig = Rig(tiers=[ModelTier("disk", 4096 * PAGE)])
     conversation = store(rig, "c", range(8))
-    work(rig, rig.core.conversations.act_on_keys(BlockAction.RETAIN, spec("alice").id, keys(range(2)), 60))
-    found = [TierUse(), TierUse()]
-    for _ in rig.core.conversations.use_of(conversation, found):
-        pass
+    work(rig, rig.core.conversations.act_on_keys(BlockAction.RETAIN, [(spec("alice").id, keys(range(2)))], 60))
+    found = run_to_end(rig.core.conversations.use_of(conversation))
     assert found == [TierUse(8, 8 * PAGE, 2), TierUse(8, 8 * PAGE, 2)]
 
 

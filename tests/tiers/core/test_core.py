@@ -345,11 +345,11 @@ def test_a_slow_tier_drops_cascades() -> None:
     job = next(command for command in rig.core.take_commands() if isinstance(command, StoreInTier))
     assert len(job.blocks) == 4, "a quarter of the region"
     assert rig.core.stats().tiers[1].dropped == 12
-    statuses = rig.core.durability.flush(rig.session.namespace.id, keys(0, 15))
+    statuses = run_to_end(rig.core.flush(rig.session.namespace.id, keys(0, 15)))
     assert statuses == bytes([DurableStatus.PENDING] * 2)
     rig.core.job_finished(job.job_id, [Outcome.DONE] * 4)
     rig.finish_jobs()
-    assert rig.core.durability.flush(rig.session.namespace.id, keys(0, 15, 99)) == bytes(
+    assert run_to_end(rig.core.flush(rig.session.namespace.id, keys(0, 15, 99))) == bytes(
         [DurableStatus.DURABLE, DurableStatus.DURABLE, DurableStatus.VOLATILE]
     )
 
@@ -359,7 +359,7 @@ def test_the_final_flush_stores_dropped_blocks() -> None:
     rig = Rig(ModelTier("near", 1 << 20), extents=1)
     rig.store(keys(*range(8)))
     rig.store_in_all_tiers(keys(*range(100, 108)))
-    rig.core.durability.store_skipped()
+    rig.core.store_skipped()
     (job,) = (command for command in rig.core.take_commands() if isinstance(command, StoreInTier))
     assert [block.key for block in job.blocks[:8]] == keys(*range(100, 108))
     assert {block.key for block in job.blocks[8:]} == set(keys(*range(4, 8)))
@@ -370,9 +370,9 @@ def test_the_final_flush_does_not_restore_evicted_blocks() -> None:
     rig = Rig(ModelTier("near", 4 * 4096), queue=EXTENT)
     rig.store_in_all_tiers(keys(0, 1, 2, 3))
     rig.store_in_all_tiers(keys(4, 5, 6, 7))
-    rig.core.durability.store_skipped()
+    rig.core.store_skipped()
     assert rig.core.take_commands() == []
-    assert rig.core.durability.of(SPEC.id, keys(7)[0]) == DurableStatus.DURABLE
+    assert run_to_end(rig.core.flush(SPEC.id, keys(7))) == bytes([DurableStatus.DURABLE])
 
 
 def test_unfinished_requests_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,9 @@ def test_a_claim_block_by_block() -> None:
         (OutcomeRun(1, 0), OutcomeRun(1, MissReason.PENDING)),
         keys(2)[0],
     )
-    rig.core.handoffs.claim(rig.reader, rig.name(), first_positions=[], request_id="", expires_at=600, now=5.0)
+    run_to_end(
+        rig.core.handoffs.claim(rig.reader, rig.name(), first_positions=[], request_id="", lease_seconds=600, now=5.0)
+    )
     assert [record.request_id for record in rig.core.explain("mine")] == ["mine"]
     assert rig.core.explain("") == []
 

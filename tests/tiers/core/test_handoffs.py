@@ -231,7 +231,11 @@ def test_a_claim_leases_only_wanted_blocks() -> None:
     rig = HoldRig(extents=4)
     names = [*keys(0, 1, 2), *keys(0, group=1)]
     rig.store(names)
-    rig.core.handoffs.publish(rig.session, "r", names, [0, 1, 2, 5], num_tokens=48, direction=P2D, duration=30, now=0)
+    run_to_end(
+        rig.core.handoffs.publish(
+            rig.session, "r", names, [0, 1, 2, 5], num_tokens=48, direction=P2D, duration=30, now=0
+        )
+    )
     assert rig.claim(first=[2]).statuses == NO_STATUS * 2 + HIT * 2
     assert rig.claim(first=[0, 6]).statuses == HIT * 3 + NO_STATUS
     nothing = rig.claim(first=[9, 9])
@@ -244,8 +248,8 @@ def test_a_block_without_a_content_hash_ends_with_its_hold() -> None:
     rig = HoldRig(ModelTier("near", 1 << 20))
     rig.store([*keys(0), PRIVATE])
     assert [len(job.blocks) for job in rig.core.take_commands() if isinstance(job, StoreInTier)] == [1]
-    assert rig.core.durability.flush(rig.session.namespace.id, [PRIVATE]) == b"\x03", "volatile, and it stays so"
-    rig.core.durability.store_skipped()
+    assert run_to_end(rig.core.flush(rig.session.namespace.id, [PRIVATE])) == b"\x03", "volatile, and it stays so"
+    rig.core.store_skipped()
     assert not [job for job in rig.core.take_commands() if isinstance(job, StoreInTier)]
     rig.publish([*keys(0), PRIVATE])
     claim = rig.claim()
@@ -294,10 +298,10 @@ def test_held_bytes_of_a_tenant_count_against_its_quota() -> None:
         spec = NamespaceSpec(NamespaceId(name * 32), world_size=1, part_bytes=(4096,))
         session = core.open_session(name, "engine", None, spec)
         names = keys(*range(count))
-        found = core.handoffs.publish(
+        publication = core.handoffs.publish(
             session, f"{count}", names, range(count), num_tokens=1, direction=D2P, duration=30, now=0
         )
-        return isinstance(found, Hold)
+        return isinstance(run_to_end(publication), Hold)
 
     assert held(b"A", 4)
     assert not held(b"A", 5)

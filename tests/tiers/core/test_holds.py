@@ -301,6 +301,6 @@ def test_partial_blocks_are_never_passed_to_tiers() -> None:
             )
         ).lease
         core.release(session, lease.id)
-    assert core.durability.flush(session.namespace.id, [PRIVATE]) == b"\x03"
+    assert run_to_end(core.flush(session.namespace.id, [PRIVATE])) == b"\x03"
     stored = [block.key for command in core.take_commands() for block in getattr(command, "blocks", ())]
     assert stored == keys(0)

@@ -25,7 +25,7 @@ def _rig(*others: ModelTier) -> Rig:
 
 
 def _locate(rig: Rig, names: list[bytes], tier: int = 1) -> None:
-    rig.core.shared_tiers.locate(tier, rig.session, names, now=0.0)
+    rig.core.locate(tier, rig.session, names, now=0.0)
 
 
 def _loads(rig: Rig) -> list[LoadFromTier]:
@@ -70,7 +70,7 @@ def test_nothing_is_stored_in_the_tier() -> None:
 def test_what_is_lacking_leaves_out_other_tiers() -> None:
     rig = _rig(ModelTier("near", 1 << 20))
     rig.store_in_all_tiers(KEYS[:1])
-    assert rig.core.shared_tiers.lacking(rig.session, KEYS, TierFilter()) == KEYS[1:]
+    assert rig.core.lacking(rig.session, KEYS, TierFilter()) == KEYS[1:]
 
 
 def test_blocks_that_are_not_loaded_can_be_withdrawn() -> None:
@@ -78,5 +78,5 @@ def test_blocks_that_are_not_loaded_can_be_withdrawn() -> None:
     rig = _rig()
     _locate(rig, KEYS)
     assert rig.look_up(KEYS[:1]) == PENDING
-    assert rig.core.shared_tiers.withdraw(1, rig.session, KEYS) == KEYS[1:]
+    assert rig.core.withdraw(1, rig.session, KEYS) == KEYS[1:]
     assert rig.look_up(KEYS) == PENDING + MISS * 2

@@ -2,13 +2,13 @@
 
 import pytest
 from core_rig import HIT, PENDING, keys
-from harness.operations import run_to_end
+from harness.operations import Steps, run_to_end
 from hold_rig import P2D, HoldRig
 from simulation import ModelTier
 
 from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import HoldChanged
-from kvtier.tiers.core.holds import Hold, SlicedPublication
+from kvtier.tiers.core.holds import Hold
 from kvtier.tiers.types import PublishStatus
 
 NAMES = keys(*range(12))
@@ -24,13 +24,24 @@ def new_rig() -> HoldRig:
     return rig
 
 
-def begin(rig: HoldRig) -> SlicedPublication:
-    positions = range(len(NAMES))
-    return rig.core.handoffs.begin(rig.session, "r", NAMES, positions, num_tokens=192, direction=P2D, duration=30.0)
+def begin(rig: HoldRig, names: list[bytes] = NAMES, most: int = 3) -> Steps[Hold | PublishStatus]:
+    publication = rig.core.handoffs.publish(
+        rig.session,
+        "r",
+        names,
+        range(len(names)),
+        num_tokens=192,
+        direction=P2D,
+        duration=30.0,
+        now=0.0,
+        slice_keys=most,
+    )
+    return Steps(publication, "publication")
 
 
-def publish_slice(rig: HoldRig, publication: SlicedPublication, times: int = 1) -> bool:
-    return [rig.core.handoffs.publish_slice(publication, 3, 0.0) for _ in range(times)][-1]
+def step(publication: Steps[Hold | PublishStatus], times: int) -> bool:
+    """Takes the first turn, and publishes some slices."""
+    return [publication.step() for _ in range(times + 1)][-1]
 
 
 def nothing_is_held(rig: HoldRig) -> bool:
@@ -44,10 +55,10 @@ def test_slices_publish_the_same_hold() -> None:
     whole, sliced = new_rig(), new_rig()
     expected = whole.publish(NAMES)
     publication = begin(sliced)
-    assert publish_slice(sliced, publication, 7)
+    assert step(publication, 7)
     assert HoldChanged(sliced.name()) not in sliced.core.take_commands(), "claims still wait"
-    assert not publish_slice(sliced, publication)
-    hold = publication.result
+    assert not publication.step()
+    hold = publication.answer
     assert isinstance(hold, Hold)
     assert isinstance(expected, Hold)
     assert (hold.awaited, hold.record) == (8, hold.record)
@@ -60,14 +71,14 @@ def test_slices_publish_the_same_hold() -> None:
     assert sliced.core.handoffs.release(sliced.name(), 1.0)
 
 
-@pytest.mark.parametrize("slices", range(1, 9))
+@pytest.mark.parametrize("slices", range(8))
 def test_an_abandoned_publication_leaves_nothing(slices: int) -> None:
     """The engine's session ends before, or after, the hold is open."""
     rig = new_rig()
     publication = begin(rig)
-    publish_slice(rig, publication, slices)
+    assert step(publication, slices)
     rig.core.close_session(rig.session.id)
-    rig.core.handoffs.abandon(publication, 0.0)
+    publication.operation.close()
     rig.finish_jobs()
     assert nothing_is_held(rig)
     assert not rig.core.handoffs._publications
@@ -75,10 +86,7 @@ def test_an_abandoned_publication_leaves_nothing(slices: int) -> None:
 
 def test_a_refused_publication_leaves_nothing() -> None:
     rig = HoldRig(part=0.5)
-    publication = begin(rig)
-    while publish_slice(rig, publication):
-        pass
-    assert publication.result is PublishStatus.NO_ROOM
+    assert begin(rig).finish() is PublishStatus.NO_ROOM
     assert nothing_is_held(rig)
 
 
@@ -86,12 +94,10 @@ def test_a_reset_restarts_the_pins_of_a_publication() -> None:
     """The hold has no block of before the reset (B3.19)."""
     rig = new_rig()
     publication = begin(rig)
-    publish_slice(rig, publication, 2)
-    old = list(publication.blocks)
+    step(publication, 2)
+    old = list(publication.state.blocks)
     rig.core.reset(rig.session)
-    while publish_slice(rig, publication):
-        pass
-    hold = publication.result
+    hold = publication.finish()
     assert isinstance(hold, Hold)
     assert set(old).isdisjoint(hold.items)
     assert len(hold.items) == len(NAMES)
@@ -100,9 +106,9 @@ def test_a_reset_restarts_the_pins_of_a_publication() -> None:
 def test_a_hold_released_during_its_preparation_stays_released() -> None:
     rig = new_rig()
     publication = begin(rig)
-    publish_slice(rig, publication, 5)
+    step(publication, 5)
     assert rig.core.handoffs.release(rig.name(), 1.0)
-    assert not publish_slice(rig, publication)
+    assert not publication.step()
     rig.finish_jobs()
     assert nothing_is_held(rig)
 
@@ -148,13 +154,11 @@ def test_a_reset_restarts_a_publication_that_waits_for_room(monkeypatch: pytest.
     rig.publish(keys(*range(100, 100 + count)), "earlier")
     assert rig.core.handoffs.release(rig.name("earlier"), 1.0)
     publication = begin(rig)
-    publish_slice(rig, publication, 4)
-    assert (len(publication.blocks), publication.result) == (len(NAMES), None)
-    old = list(publication.blocks)
+    step(publication, 4)
+    assert (len(publication.state.blocks), publication.state.result) == (len(NAMES), None)
+    old = list(publication.state.blocks)
     rig.core.reset(rig.session)
-    while publish_slice(rig, publication):
-        pass
-    hold = publication.result
+    hold = publication.finish()
     assert isinstance(hold, Hold)
     assert set(old).isdisjoint(hold.items)
 
@@ -164,11 +168,9 @@ def test_a_stall_between_two_slices_ends_the_wait_for_its_blocks() -> None:
     rig = new_rig()
     run_to_end(rig.core.lookup(rig.session, keys(*range(4, 8)), LookupSpec(lease_seconds=60), now=0))
     publication = begin(rig)
-    publish_slice(rig, publication, 2)
+    step(publication, 2)
     rig.core.tier_stalled(1, stalled=True)
-    while publish_slice(rig, publication):
-        pass
-    hold = publication.result
+    hold = publication.finish()
     assert isinstance(hold, Hold)
     assert hold.items[4:6] == [None, None]
     assert hold.awaited == 6
@@ -185,11 +187,12 @@ def test_a_claim_waits_for_blocks_that_are_not_prepared_yet() -> None:
     """Blocks 0 to 3 are ready. A claim that waits for five is not answered before the fifth."""
     rig = new_rig()
     publication = begin(rig)
-    while publish_slice(rig, publication):
-        hold = publication.result
+    while publication.step():
+        hold = publication.state.result
         if isinstance(hold, Hold):
             assert not rig.core.handoffs.is_settled(hold, 5)
             assert not rig.core.handoffs.is_settled(hold, 0)
+    hold = publication.answer
     assert isinstance(hold, Hold)
     assert rig.core.handoffs.is_settled(hold, 4)
     assert not rig.core.handoffs.is_settled(hold, 5)
@@ -199,8 +202,8 @@ def test_an_abandoned_hold_counts_as_released() -> None:
     """Each published hold is open or counts as ended."""
     rig = new_rig()
     publication = begin(rig)
-    publish_slice(rig, publication, 5)
-    rig.core.handoffs.abandon(publication, 0.0)
+    step(publication, 5)
+    publication.operation.close()
     stats = rig.stats()
     assert (stats.published, stats.open, stats.released) == (1, 0, 1)
 
@@ -208,13 +211,10 @@ def test_an_abandoned_hold_counts_as_released() -> None:
 def test_a_publication_without_room_pins_few_blocks() -> None:
     """It is refused when the budget is full, and not only when all of its blocks are pinned."""
     rig = HoldRig(extents=2)
-    names = keys(*range(10_000))
-    publication = rig.core.handoffs.begin(
-        rig.session, "r", names, range(len(names)), num_tokens=1, direction=P2D, duration=30.0
-    )
-    while publish_slice(rig, publication):
-        assert len(publication.blocks) < 1_000
-    assert publication.result is PublishStatus.NO_ROOM
+    publication = begin(rig, keys(*range(10_000)))
+    while publication.step():
+        assert len(publication.state.blocks) < 1_000
+    assert publication.answer is PublishStatus.NO_ROOM
     while rig.core.handoffs.unpin_slice():
         pass
     assert nothing_is_held(rig)

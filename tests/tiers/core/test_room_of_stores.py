@@ -59,8 +59,10 @@ class Site:
     def publish(self, session: EngineSession, start: int, count: int, request_id: str = "r") -> bool:
         """Returns whether the blocks are held."""
         names, direction = keys(*range(start, start + count)), HandoffDirection.PREFILL_TO_DECODE
-        result = self.core.handoffs.publish(
-            session, request_id, names, range(count), num_tokens=16, direction=direction, duration=60, now=0
+        result = run_to_end(
+            self.core.handoffs.publish(
+                session, request_id, names, range(count), num_tokens=16, direction=direction, duration=60, now=0
+            )
         )
         assert isinstance(result, Hold) or result is PublishStatus.NO_ROOM
         return isinstance(result, Hold)
@@ -68,7 +70,7 @@ class Site:
     def claim_and_release(self, session: EngineSession, request_id: str) -> None:
         """Leases the blocks of a hold, and ends the hold."""
         handoffs, name = self.core.handoffs, (*session.engine, request_id)
-        handoffs.claim(session, name, first_positions=(), request_id="", expires_at=600, now=0)
+        run_to_end(handoffs.claim(session, name, first_positions=(), request_id="", lease_seconds=600, now=0))
         handoffs.release(name, 0)
         self.core.work()
 

@@ -4,13 +4,13 @@ from typing import ClassVar
 
 import pytest
 from core_rig import HIT, MISS, PENDING, Rig, keys
-from harness.operations import run_to_end
+from harness.operations import Steps, run_to_end
 from simulation import ModelTier
 
 from kvtier.tiers.base import Medium, NamespaceId, Outcome, TierFilter
 from kvtier.tiers.core import secondary
 from kvtier.tiers.core.call_specs import LookupSpec
-from kvtier.tiers.core.commands import LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
+from kvtier.tiers.core.commands import Change, LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.errors import InvalidItem
 from kvtier.tiers.types import KeyStatus
 
@@ -23,6 +23,14 @@ class Shared(ModelTier):
     shared: ClassVar[bool] = True
     local: ClassVar[bool] = False
     medium: ClassVar[Medium] = Medium.NETWORK
+
+
+def waits_for_answers(rig: Rig, names: list[bytes]) -> bool:
+    """Returns whether a query of the shared tiers waits for an answer. With a deadline it ends."""
+    query = Steps(rig.core.query_shared_tiers(rig.session, names, prefix=True, deadline=60, now=0))
+    waits = query.step()
+    assert not (waits and query.step(now=60))
+    return waits
 
 
 def statuses(rig: Rig, names: list[bytes], *, prefix: bool = True) -> bytes:
@@ -97,7 +105,7 @@ def test_a_hit_waits_for_earlier_tiers(*, near_has_it: bool) -> None:
     near, far = questions(rig)
     rig.core.lookup_finished(far.job_id, [True])
     assert statuses(rig, keys(0)) == RETRY
-    assert rig.core.shared_tiers.query(rig.session, keys(0), prefix=True) == (keys(0), False)
+    assert waits_for_answers(rig, keys(0))
     rig.core.lookup_finished(near.job_id, [near_has_it])
     assert statuses(rig, keys(0)) == PENDING
     [load] = [command for command in rig.core.take_commands() if isinstance(command, LoadFromTier)]
@@ -112,7 +120,7 @@ def test_a_tick_between_two_answers_delays_nothing() -> None:
     rig.core.lookup_finished(near.job_id, [False])
     rig.core.tick(1)
     rig.core.lookup_finished(far.job_id, [True])
-    assert rig.core.shared_tiers.query(rig.session, keys(0), prefix=True) == ([], False)
+    assert not waits_for_answers(rig, keys(0))
     assert statuses(rig, keys(0)) == PENDING
 
 
@@ -148,15 +156,17 @@ def test_the_prefix_scan_continues_past_open_queries() -> None:
 def test_queries_can_precede_the_lookup() -> None:
     """B3.17: a waiting lookup queries first and looks up when all answers are known."""
     rig = Rig(Shared("far", 1 << 20))
-    assert rig.core.shared_tiers.query(rig.session, keys(0, 1), prefix=True) == (keys(0, 1), False)
+    query = Steps(rig.core.query_shared_tiers(rig.session, keys(0, 1), prefix=True, deadline=60, now=0))
+    assert query.step()
+    assert query.waiter == Change(60)
     [question] = questions(rig)
     assert len(question.keys) == 2
     # fewer answers than keys: the rest is not there
     rig.core.lookup_finished(question.job_id, [True])
-    assert not rig.core.shared_tiers.query(rig.session, keys(0, 1), prefix=True)[0]
+    assert not query.step()
     assert statuses(rig, keys(0, 1)) == PENDING + MISS
     assert rig.core.stats().lookup_keys == 2
-    assert not Rig(ModelTier("near", 1 << 20)).core.shared_tiers.query(rig.session, keys(0), prefix=True)[0]
+    assert not waits_for_answers(Rig(ModelTier("near", 1 << 20)), keys(0))
 
 
 def test_open_queries_are_not_counted() -> None:
@@ -283,7 +293,7 @@ def test_a_small_store_waits_for_more_blocks() -> None:
     rig.core.tick(12)
     assert stored() == [2]
     rig.store(keys(6))
-    rig.core.durability.hurry()
+    rig.core.hurry()
     assert stored() == [1]
     rig.store(keys(7))
     rig.core.reset(rig.session)
@@ -346,7 +356,7 @@ def test_a_block_of_an_earlier_tier_causes_no_query() -> None:
     rig.store_in_all_tiers(keys(0))
     rig.core.reset(rig.session)
     rig.core.tick(11)
-    assert rig.core.shared_tiers.query(rig.session, keys(0), prefix=True) == ([], False)
+    assert not waits_for_answers(rig, keys(0))
     assert statuses(rig, keys(0)) == PENDING
     assert questions(rig) == []
 

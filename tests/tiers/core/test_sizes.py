@@ -292,7 +292,9 @@ def test_pending_items_of_holds_cost_more() -> None:
     for name, wanted in {"pending": keys(1, 2), "removed": keys(2)}.items():
         sizes = {"num_tokens": 16, "duration": 60.0, "now": 0.0}
         direction = HandoffDirection.PREFILL_TO_DECODE
-        rig.core.handoffs.publish(rig.session, name, wanted, range(len(wanted)), direction=direction, **sizes)
+        run_to_end(
+            rig.core.handoffs.publish(rig.session, name, wanted, range(len(wanted)), direction=direction, **sizes)
+        )
     assert table.items_of("") == 3 * (1 + PENDING_COST)
     assert answer.store_id is not None
     run_to_end(rig.core.complete_store(writer, answer.store_id, failed=[1]))

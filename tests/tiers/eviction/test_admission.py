@@ -93,7 +93,7 @@ def test_request_level_and_flush_bypass_the_filter() -> None:
     assert rig.stored() == keys(0)
     rig.store_for("r2", keys(1))
     assert rig.stored() == []
-    assert rig.core.durability.flush(rig.session.namespace.id, keys(1)) == bytes([DurableStatus.PENDING])
+    assert run_to_end(rig.core.flush(rig.session.namespace.id, keys(1))) == bytes([DurableStatus.PENDING])
     assert rig.stored() == keys(1)
 
 
@@ -101,7 +101,7 @@ def test_the_final_flush_respects_the_filter() -> None:
     """A filtered block is not one that the tier was too busy to store."""
     rig = FilteringRig(ModelTier("ssd", 1 << 20))
     rig.store_for("r1", keys(0))
-    rig.core.durability.store_skipped()
+    rig.core.store_skipped()
     assert rig.stored() == []
 
 

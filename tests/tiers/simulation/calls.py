@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvtier.tiers.core.commands import Waiter
+from kvtier.tiers.core.commands import Change, Waiter
 from kvtier.tiers.core.operations import Operation
 
 from .actors import Actors
@@ -21,6 +21,9 @@ __all__ = ["Call", "Calls"]
 
 SLICES = (1, 2, 3, 1000)
 """Keys per slice; 1000 for all. Constant within a call."""
+
+CHANGES = 3
+"""Events that the server reports as a change to the calls that wait for one."""
 
 
 class Call:
@@ -37,15 +40,18 @@ class Call:
     begins_at_once: ClassVar[bool] = False
     """Whether the first step is part of the event that begins the call."""
 
-    def __init__(self, actors: Actors, client: Client) -> None:
-        self.actors, self.world, self.client = actors, actors.world, client
-        self.session = client.session
+    def __init__(self, actors: Actors, client: Client | None) -> None:
+        """`client`: None for an operator."""
+        self.actors, self.world = actors, actors.world
+        if client is not None:
+            self.client, self.session = client, client.session
+        self.is_of_client = client is not None
         self.size: int = actors.rng.choice(SLICES)
         self.slices = 0
         self.last_step = 0
         self.operation: Operation[Any] | None = None
         self.has_begun = False
-        self.waiter: Waiter | None = None
+        self.waiter: Waiter | Change | None = None
         """What the operation waits for."""
         self.answer: Any = None
 
@@ -53,7 +59,9 @@ class Call:
     def is_ready(self) -> bool:
         """Whether the call need not wait."""
         waiter = self.waiter
-        return waiter is None or waiter.is_offered or waiter.until <= self.world.now
+        if isinstance(waiter, Change) and self.world.steps - self.last_step > CHANGES:
+            return True
+        return waiter is None or waiter.until <= self.world.now or (isinstance(waiter, Waiter) and waiter.is_offered)
 
     def begin(self) -> Operation[Any]:
         """Returns the operation."""
@@ -119,7 +127,7 @@ class Calls(Actors):
             self._end(call)
 
     def _is_connected(self, call: Call) -> bool:
-        return call.client in self.world.ledger.clients
+        return not call.is_of_client or call.client in self.world.ledger.clients
 
     def _step(self, call: Call) -> None:
         self.world.doing = call.event

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from kvtier.tiers.base import Outcome
 from kvtier.tiers.core.block import Block
-from kvtier.tiers.core.bulk_eviction import EvictionRequest
 from kvtier.tiers.core.commands import RemoveFromTier
-from kvtier.tiers.types import TENANT_TAG_BYTES
 
 from . import inspect as inside
 from .ledger import JobRecord
 from .model import CHAINS, EXTENT, SPECS, Invariant, ModelTier, Name
+from .tier_calls import Eviction
 
 if TYPE_CHECKING:
     from .world import World
@@ -54,7 +53,7 @@ class Environment:
             self.jump_forward: 0.15,
             self.jump_back: 0.25,
             self.final_flush: 0.2,
-            self.evict: 0.3,
+            self.evict: 0.6,
             self.crash: 0.12,
         }
 
@@ -62,7 +61,6 @@ class Environment:
         """Runs the next slice of large work in the core."""
         if self.world.work_left:
             self.world.work_left = False
-            self.world.clearing = inside.is_clearing(self.world.core)
             self.world.core.work()
             self.world.saw("slices of work")
 
@@ -278,25 +276,10 @@ class Environment:
 
     def final_flush(self) -> None:
         """Flushes, as the server does before its end."""
-        self.world.core.durability.store_skipped()
+        self.world.core.store_skipped()
 
     def evict(self) -> None:
-        """An operator evicts blocks or only counts them, and may cancel the call."""
-        choose = self.rng.random
-        tiers = [number for number in range(len(self.world.tiers) + 1) if choose() < 0.7]
-        spec = self.rng.choice(SPECS)
-        wanted = EvictionRequest(
-            tiers,
-            namespace=spec.id if choose() < 0.5 else None,
-            tenant_tag=spec.id[:TENANT_TAG_BYTES] if choose() < 0.3 else None,
-            unused_since=self.latest - self.rng.choice((0, 2, 40)) if choose() < 0.5 else None,
-            max_bytes=self.rng.choice((1, 1 << 14, 1 << 18)) if choose() < 0.6 else None,
-            dry_run=choose() < 0.2,
-        )
-        clearing = self.world.core.evict(wanted)
-        if choose() < 0.1:
-            clearing.cancel()
-        self.world.saw("evictions on demand", bool(tiers))
+        self.world.calls.begin(Eviction(self.world.calls))
 
     def crash(self) -> None:
         """The server is killed: queued writes are lost, and a part of a running one is complete."""

@@ -16,8 +16,8 @@ from .world import World
 
 __all__ = ["check_conversations", "check_quotas", "check_retained", "check_ttl"]
 
-MAKE_ROOM = ("prepare_store", "look_up", "prefetch", "publish")
-"""Events in which the CPU tier may evict blocks to make room."""
+MAKE_ROOM = ("prepare_store", "look_up", "prefetch", "publish", "evict")
+"""Events in which the CPU tier may evict blocks, to make room or on demand."""
 TICKS = ("tick", "stop_clock", "jump_forward", "jump_back")
 
 
@@ -106,8 +106,6 @@ def check_retained(world: World) -> None:
 
 def _check_spare_room(world: World) -> None:
     """Evictions ahead of a store free few slots or one extent, and none with quotas."""
-    if world.clearing:  # an eviction on demand is not bounded
-        return
     cpu = world.core_view.stats.tiers[0]
     sizes = [block.allocated_bytes for block in world.gone]
     spare = world.settings_model.settings.spare_part * cpu.capacity_bytes

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from kvtier.tiers import errors
 from kvtier.tiers.core.handoffs import EXPIRY_MARGIN_SECONDS
-from kvtier.tiers.core.holds import HoldClaim
+from kvtier.tiers.core.operations import run_to_end
 from kvtier.tiers.types import HandoffDirection
 
 from .actors import Actors
 from .hold_calls import Claim, Publication
 from .holds import HoldRecord
 from .ledger import Client
-from .model import HELD_REQUESTS, REQUESTS, Invariant
+from .model import HELD_REQUESTS, Invariant
 
 __all__ = ["Handoffs"]
 
@@ -45,15 +45,17 @@ class Handoffs(Actors):
             ):
                 self.world.refused(
                     error,
-                    lambda keys=keys, positions=positions: core.handoffs.publish(  # type: ignore[misc]
-                        client.session,
-                        HELD_REQUESTS[0],
-                        keys,
-                        positions,
-                        num_tokens=1,
-                        direction=HandoffDirection.PREFILL_TO_DECODE,
-                        duration=30.0,
-                        now=now,
+                    lambda keys=keys, positions=positions: run_to_end(  # type: ignore[misc]
+                        core.handoffs.publish(
+                            client.session,
+                            HELD_REQUESTS[0],
+                            keys,
+                            positions,
+                            num_tokens=1,
+                            direction=HandoffDirection.PREFILL_TO_DECODE,
+                            duration=30.0,
+                            now=now,
+                        )
                     ),
                 )
 
@@ -71,19 +73,17 @@ class Handoffs(Actors):
             error = errors.HoldExpired if name in over else errors.HoldNotFound
         elif record.expires_at - EXPIRY_MARGIN_SECONDS <= now:
             error = errors.HoldExpired
-        first = self.rng.choice(([], [], [2], [0, 4]))
-        request_id = self.rng.choice(REQUESTS)
-
-        def ask() -> HoldClaim:
-            return core.handoffs.begin_claim(
-                client.session, name, first_positions=first, request_id=request_id, now=now
-            )
-
-        if error is not None:
-            self.world.refused(error, ask)
-            self.world.saw("holds claimed too late", error is errors.HoldExpired)
-        elif record is not None:
-            self.world.calls.begin(Claim(self, client, record, ask(), request_id))
+        if record is not None and error is None:
+            self.world.calls.begin(Claim(self, client, record, self.rng.choice(([], [], [2], [0, 4]))))
+            return
+        assert error is not None
+        self.world.refused(
+            error,
+            lambda: core.handoffs.claim(
+                client.session, name, first_positions=[], request_id="r1", lease_seconds=30, now=now
+            ),
+        )
+        self.world.saw("holds claimed too late", error is errors.HoldExpired)
 
     def wait_for_blocks(self) -> None:
         """A claim waits until all or some blocks of a hold are settled."""

@@ -1,19 +1,22 @@
-"""Simulated publications and claims, which run in slices."""
+"""Simulated publications and claims: calls that step their operations in slices."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvtier.tiers import errors
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.holds import Hold, HoldClaim
+from kvtier.tiers.core.holds import Publication as State
+from kvtier.tiers.core.operations import Operation
 from kvtier.tiers.types import HandoffDirection, HoldEnd, HoldName, KeyStatus
 
+from . import inspect as inside
 from .actors import HOLD_SECONDS, Actors
 from .calls import Call
 from .holds import HoldRecord
 from .ledger import Client, LeaseRecord
-from .model import HELD_REQUESTS, Invariant, private_key
+from .model import HELD_REQUESTS, REQUESTS, Invariant, private_key
 
 __all__ = ["Claim", "Publication"]
 
@@ -28,42 +31,54 @@ class Publication(Call):
 
     def __init__(self, actors: Actors, client: Client) -> None:
         super().__init__(actors, client)
-        request_id, keys = actors.rng.choice(HELD_REQUESTS), actors.some_keys(self.session)
+        self.request_id, self.keys = actors.rng.choice(HELD_REQUESTS), actors.some_keys(self.session)
         if actors.rng.random() < 0.5:
-            keys = [*keys, private_key(self.session.engine_id, request_id)]
-        self.name: HoldName = (*self.session.engine, request_id)
+            self.keys = [*self.keys, private_key(self.session.engine_id, self.request_id)]
+        self.name: HoldName = (*self.session.engine, self.request_id)
+        self.direction = actors.rng.choice(list(HandoffDirection))
         self.duration = actors.rng.choice(DURATIONS)
         self.record: HoldRecord | None = None
-        self.publication = self.world.core.handoffs.begin(
+        self.publication: State | None = None
+        """The state of the call; None before the first step."""
+
+    def begin(self) -> Operation[Any]:
+        return self.world.core.handoffs.publish(
             self.session,
-            request_id,
-            keys,
-            range(len(keys)),
-            num_tokens=len(keys),
-            direction=actors.rng.choice(list(HandoffDirection)),
+            self.request_id,
+            self.keys,
+            range(len(self.keys)),
+            num_tokens=len(self.keys),
+            direction=self.direction,
             duration=self.duration,
+            now=self.world.environment.latest,
+            slice_keys=self.size,
         )
 
     @property
     def pinned(self) -> list[Block]:
         """The blocks that the publication has pinned, and that no hold owns."""
-        return self.publication.blocks if self.publication.result is None else []
+        return self.publication.blocks if self.publication is not None and self.publication.result is None else []
 
     def step(self) -> bool:
-        publication, core, now = self.publication, self.world.core, self.world.environment.latest
-        book, size = self.world.ledger.holds, self.size or max(1, len(self.publication.keys))
+        core, now, book = self.world.core, self.world.environment.latest, self.world.ledger.holds
+        if self.operation is None:
+            self.operation = self.begin()
+            self.publication = inside.state_of(self.operation, "publication")
+        publication = self.publication
+        assert publication is not None
         if self.record is not None and book.open.get(self.name) is not self.record:
-            more = core.handoffs.publish_slice(publication, size, now)
+            more = self.next_step(now)
             self.world.must(Invariant.HELD, not more, "a publication continues after its hold has ended")
             self.world.saw("holds ended during their publication")
             return False
         known, prepared = book.open.get(self.name), publication.prepared
-        more = core.handoffs.publish_slice(publication, size, now)
+        more = self.next_step(now)
         is_opening = self.record is None
         if is_opening and known is not None and known.hold.record.end is HoldEnd.REPLACED:
             book.end(self.name)
             self.world.saw("holds replaced")
         hold = publication.result
+        self.world.must(Invariant.HELD, more or self.answer is hold, "an answer with another hold")
         if hold is None:
             self.world.must(Invariant.HELD, more, "a publication without a result")
             return more
@@ -90,7 +105,7 @@ class Publication(Call):
         book = self.world.ledger.holds
         if self.record is not None and book.open.get(self.name) is self.record:
             book.end(self.name)
-        self.world.core.handoffs.abandon(self.publication, self.world.environment.latest)
+        super().abandon()
 
 
 class Claim(Call):
@@ -99,21 +114,35 @@ class Claim(Call):
     kind: ClassVar[str] = "claims"
     event: ClassVar[str] = "claim"
 
-    def __init__(self, actors: Actors, client: Client, hold: HoldRecord, claim: HoldClaim, request_id: str) -> None:
+    def __init__(self, actors: Actors, client: Client, hold: HoldRecord, first_positions: list[int]) -> None:
         super().__init__(actors, client)
-        self.hold, self.claim, self.request_id = hold, claim, request_id
+        self.hold, self.first_positions, self.request_id = hold, first_positions, actors.rng.choice(REQUESTS)
         self.seconds = actors.rng.choice(HOLD_SECONDS)
         self.record: LeaseRecord | None = None
+        self.time = self.world.environment.latest
+        self.operation = self.begin()  # before other events can end the hold
+        self.claim: HoldClaim = inside.state_of(self.operation, "claim")
+
+    def begin(self) -> Operation[Any]:
+        return self.world.core.handoffs.claim(
+            self.session,
+            self.hold.hold.name,
+            first_positions=self.first_positions,
+            request_id=self.request_id,
+            lease_seconds=self.seconds,
+            now=self.time,
+            slice_keys=self.size,
+        )
 
     def step(self) -> bool:
+        if self.has_begun:
+            self.time = self.world.environment.latest
         claim, hold = self.claim, self.hold.hold
         start, settled = len(claim.statuses), claim.settled
         if self._is_over():
-            self.world.refused(errors.HoldNotFound, self._claim)
-            self.world.saw("claims ended with their hold or lease")
-            self.abandon()
-            return False
-        more = self._claim()
+            return self._continue_without_hold()
+        more = self.next_step(self.time)
+        self.world.must(Invariant.HELD, more or self.answer is claim, "an answer of another claim")
         end = len(claim.statuses)
         self._check(start, settled)
         self.world.must(Invariant.HELD, more == (end < len(hold.keys)), "a status per block")
@@ -121,10 +150,18 @@ class Claim(Call):
             self._leased(claim, start)
         return more
 
-    def _claim(self) -> bool:
-        now, size = self.world.environment.latest, self.size or max(1, len(self.claim.hold.keys))
-        claims, expires_at = self.world.core.handoffs.claims, self.world.now + self.seconds
-        return claims.claim_slice(self.claim, size, expires_at=expires_at, now=now)
+    def _continue_without_hold(self) -> bool:
+        """The hold or the lease has ended: the claim fails, and its lease ends."""
+        if not self.has_begun and len(self.hold.hold.keys) > self.size:
+            return self.next_step(self.time)  # it waits for its first turn
+        self._forget_lease()
+        try:
+            self.next_step(self.time)
+        except errors.HoldNotFound:
+            self.world.saw("claims ended with their hold or lease")
+        else:
+            self.world.must(Invariant.REFUSALS, False, "a claim continues after its hold or lease has ended")
+        return False
 
     def _is_over(self) -> bool:
         ledger = self.world.ledger
@@ -158,14 +195,17 @@ class Claim(Call):
             self.world.saw("holds claimed")
         hits = [n for n, status in enumerate(claim.statuses[start:], start) if status == KeyStatus.HIT]
         if hits:
-            self.record.expires_at = max(self.record.expires_at, self.world.now + self.seconds)
+            self.record.expires_at = max(self.record.expires_at, self.time + self.seconds)
         found = [block for item in hits if (block := claim.hold.items[item]) is not None]
         gone = ledger.gone.get(self.session.namespace.id, set())
         self.world.must(Invariant.RESET, gone.isdisjoint(found), "a claim of blocks from before a reset")
         self.actors.used(self.session, [block for block in found if not block.invalidated], 0.0, 0)
 
     def abandon(self) -> None:
+        self._forget_lease()
+        super().abandon()
+
+    def _forget_lease(self) -> None:
         leases = self.world.ledger.leases
         if self.record is not None and leases.get(self.record.lease.id) is self.record:
             del leases[self.record.lease.id]
-        self.world.core.handoffs.claims.abandon(self.claim)

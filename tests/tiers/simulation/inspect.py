@@ -25,6 +25,7 @@ from kvtier.tiers.core.requests import Request
 from kvtier.tiers.core.room_queue import _Line
 from kvtier.tiers.core.secondary import GATHER_SECONDS, SecondaryTierState
 from kvtier.tiers.core.transfers import JobKind
+from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import TenantShare
 from kvtier.tiers.types import EngineSession, NamespaceSpec, tenant_of
 
@@ -132,11 +133,6 @@ def recorded_users(table: ConversationTable) -> Counter[Name]:
 def next_victims(core: TierManager) -> list[set[Block]]:
     """Returns the demoted blocks of each eviction queue."""
     return [set(queue.demoted) for queue in core._cpu_tier.queues.all()]
-
-
-def is_clearing(core: TierManager) -> bool:
-    """Returns whether an eviction on demand is running."""
-    return bool(core._sliced_work._eviction_tasks)
 
 
 def unswept(core: TierManager, namespace: bytes) -> list[Block]:
@@ -265,6 +261,11 @@ def is_evictable(secondary: SecondaryTierState, here: list[CatalogEntry]) -> Cou
     return count
 
 
+def queues_of_cpu(core: TierManager) -> EvictionQueues[Block]:
+    """Returns the eviction queues of the CPU tier."""
+    return core._cpu_tier.queues
+
+
 def promises(secondary: SecondaryTierState, here: list[CatalogEntry]) -> dict[Name, float]:
     """Returns the blocks that a tier may not evict yet, and until when."""
     when = secondary.catalog.queues._retained.when
@@ -377,7 +378,6 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "questions": core._transfers.residency._queries,
         "blocks of a reset": core._cpu_tier._index._unlinked,
         "indexes of a reset": core._cpu_tier._index._invalidated,
-        "evictions on demand": core._sliced_work._eviction_tasks,
         "holds": core.handoffs._table._holds,
         "holds by tenant": core.handoffs._table._per_tenant,
         "held items": core.handoffs._table._items,

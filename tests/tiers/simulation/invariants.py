@@ -211,13 +211,6 @@ def _waiters(world: World) -> None:
         record.waiting = bool(pending)
 
 
-def _durable(world: World) -> None:
-    """Every block that was reported as durable is complete in a tier."""
-    for spec, key in world.durable:
-        if not any(world.holds_whole(tier, spec, key) for tier in world.tiers):
-            raise Violation(Invariant.DURABLE, f"{key!r} was called durable")
-
-
 def _line(world: World) -> None:
     """An eviction queue has exactly the evictable blocks."""
     holds = world.ledger.holds.open.values()
@@ -259,7 +252,6 @@ CHECKS: dict[Invariant, Callable[[World], None]] = {
     Invariant.OWED: _owed,
     Invariant.COUNTS: _counts,
     Invariant.WAITERS: _waiters,
-    Invariant.DURABLE: _durable,
     Invariant.LINE: _line,
     Invariant.HELD: check_held,
     Invariant.PRIVATE: check_private,

@@ -10,7 +10,7 @@ from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import Waiter
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.leases import RunningLookup as State
-from kvtier.tiers.core.operations import Operation
+from kvtier.tiers.core.operations import Operation, run_to_end
 from kvtier.tiers.negotiation import TierFilter
 from kvtier.tiers.types import KeyStatus, MissReason, tenant_of
 
@@ -71,7 +71,12 @@ class Lookup(Call):
 
     def _query(self, *, prefix: bool) -> None:
         if self.actors.rng.random() < 0.5:
-            self.world.core.shared_tiers.query(self.session, self.keys, self.tiers, prefix=prefix)
+            now = self.world.now
+            run_to_end(
+                self.world.core.query_shared_tiers(
+                    self.session, self.keys, self.tiers, prefix=prefix, deadline=now, now=now
+                )
+            )
 
     def step(self) -> bool:
         if self.operation is None:

@@ -638,8 +638,8 @@ MUTANTS = (
         "an abandoned publication keeps its pins",
         Invariant.PINS,
         "core/handoffs.py",
-        "        if hold is None:\n            self._unpin_held(publication.blocks)\n        elif",
-        "        if hold is None:\n            pass\n        elif",
+        "            self._unpin_held(publication.blocks)\n        self._cpu_tier",
+        "            pass\n        self._cpu_tier",
     ),
     Mutant(
         "an abandoned lookup keeps its lease",

@@ -12,6 +12,7 @@ from .actors import HOLD_SECONDS, Actors
 from .ledger import LeaseRecord
 from .lookup_calls import Lookup, Prefetch
 from .model import Invariant, label
+from .tier_calls import Query
 from .tier_settings import tenant_of
 
 __all__ = ["Readers"]
@@ -25,6 +26,7 @@ class Readers(Actors):
         return {
             self.look_up: 60 if is_crowded else 16,
             self.prefetch: 2,
+            self.query: 1,
             self.read: 5,
             self.release: 1 if is_crowded else 9,
             self.release_twice: 0.5,
@@ -40,6 +42,10 @@ class Readers(Actors):
     def prefetch(self) -> None:
         if client := self.pick_client():
             self.world.calls.begin(Prefetch(self, client, self._filter()))
+
+    def query(self) -> None:
+        if client := self.pick_client():
+            self.world.calls.begin(Query(self, client, self._filter()))
 
     def _filter(self) -> TierFilter:
         """Returns a random tier filter; some exclude one tier, remote tiers, or an unknown tier."""

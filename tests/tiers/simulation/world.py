@@ -123,13 +123,10 @@ class World:
         self.work = Work(self)
         self.work_left = False
         """Whether the core has asked for the next slice."""
-        self.clearing = False
-        """Whether the last requested slice may belong to an eviction on demand."""
         self.settled: set[int] = set()
         self.deleted: set[Name] = set()
         """Blocks that a client has deleted in this event."""
         self.changed: set[tuple[bytes, str, str]] = set()
-        self.durable: list[tuple[NamespaceSpec, bytes]] = []
         self._evictions = [0] * (len(self.tiers) + 1)
         self._due: list[tuple[RequestRecord, list[Name]]] = []
         self.environment.hanging.clear()
@@ -160,7 +157,6 @@ class World:
         self.deleted = set()
         self.changed.clear()
         self.ledger.holds.ended.clear()
-        self.durable.clear()
         self._due.clear()
         self.settings_model.begin_event()
         self.before = self.core_view
@@ -209,11 +205,6 @@ class World:
         """Records a completed store: its ready blocks cascade to the request-level tiers."""
         if record.request_level_tiers:
             self._due.append((record, [name for name in names if not is_hold_only(name[1])]))
-
-    def must_be_durable(self, spec: NamespaceSpec, key: bytes) -> None:
-        """Records that a block was reported as durable; checked at the end of the event."""
-        self.durable.append((spec, key))
-        self.saw("called durable")
 
     def must(self, invariant: Invariant, condition: bool, text: str) -> None:  # noqa: FBT001 - a predicate
         """Raises `Violation` unless a condition holds."""

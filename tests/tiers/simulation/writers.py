@@ -6,13 +6,14 @@ from collections.abc import Callable, Collection
 
 from kvtier.tiers import errors
 from kvtier.tiers.core.call_specs import StoreSpec
-from kvtier.tiers.types import DurableStatus, EngineSession
+from kvtier.tiers.types import EngineSession
 
 from . import inspect as inside
 from .actors import Actors
 from .ledger import StoreRecord
 from .model import REQUESTS, Invariant, label
 from .store_calls import Completion, Preparation
+from .tier_calls import Flush
 from .tier_settings import tenant_of
 
 __all__ = ["Writers"]
@@ -158,12 +159,5 @@ class Writers(Actors):
             self.world.saw("resets that wait", bool(left))
 
     def flush(self) -> None:
-        """A block that is reported as durable must be complete in a tier."""
-        if (client := self.pick_client()) is None:
-            return
-        keys = self.some_keys(client.session)
-        statuses = self.world.core.durability.flush(client.session.namespace.id, keys)
-        self.world.settings_model.takers.add(tenant_of(client.session.namespace.id))
-        for key, status in zip(keys, statuses, strict=True):
-            if status == DurableStatus.DURABLE:
-                self.world.must_be_durable(client.session.namespace, key)
+        if client := self.pick_client():
+            self.world.calls.begin(Flush(self, client))
