@@ -22,6 +22,7 @@ import grpc
 
 from ...cuda.host.pinning import Pin, PinError
 from ...cuda.host.warmup import warm_up
+from ...protos.backoff import Backoff
 from ...protos.credentials import Credentials
 from ...protos.endpoint import Endpoint
 from ...protos.socket_owner import is_chosen
@@ -197,20 +198,20 @@ class SessionConnection(ForkGuarded):
         self._thread.join()
 
     def _run(self) -> None:
-        delay = _FIRST_RETRY_SECONDS
+        backoff = Backoff(_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS)
         while not self._closing.is_set():
             try:
                 self._run_session()
-                delay = _FIRST_RETRY_SECONDS
+                backoff.reset()
             except KVTierError as error:
                 self._report(error)
-                delay = min(2 * delay, _LAST_RETRY_SECONDS)
+                backoff.grow()
             except Exception as error:  # noqa: BLE001 - out of threads or descriptors: retry later
                 _log.exception("kvtier: cannot open a session")
                 self._report(ServerError(f"{type(error).__name__}: {error}"))
-                delay = _LAST_RETRY_SECONDS
+                backoff.delay = backoff.most
             # Jitter: the engines of a host must not all reconnect at the same time.
-            self._closing.wait(delay * _random.uniform(0.5, 1.0))
+            self._closing.wait(backoff.delay * _random.uniform(0.5, 1.0))
 
     def _run_session(self) -> None:
         """Opens a session and returns when it has ended; raises if it cannot be opened."""
