@@ -53,7 +53,7 @@ class CopyWorkerClient:
         self._driver = driver
         self._region = region
         self._on_ended = ended
-        self._backoff = RestartBackoff()
+        self._backoff = RestartBackoff(0.1, 30.0)
         self._starting = asyncio.Lock()
         self._process: Child | None = None
         self._child: Child | None = None  # set when the process is ready
@@ -132,7 +132,7 @@ class CopyWorkerClient:
             self._start_waiters -= 1
 
     async def _start(self) -> None:
-        pause = self._backoff.remaining()
+        pause = self._backoff.remaining(time.monotonic())
         if pause > _PATIENCE_SECONDS:
             raise Refused(
                 "DEVICE_UNAVAILABLE", f"the device copy worker is restarted in {pause:.0f} s: {self._last_error}"

@@ -16,38 +16,88 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from ...protos.backoff import Backoff
 from ...tiers.storage.service_signals import without_signals
+from ..telemetry.downgrades import Downgrades, Feature
 from ..telemetry.logs import get_logger
 from .child_main import SIZES_BYTES, pack, read_sizes, split_level, unpack
 
-__all__ = ["Child", "RestartBackoff"]
+__all__ = ["Child", "RestartBackoff", "Restarts"]
 
 _log = get_logger(__name__)
 
 _STDERR_LINE_BYTES = 64 << 10
 
 
-class RestartBackoff:
-    """Restart delay of a child: `first`, doubled after each short run up to `most`."""
+@dataclass(slots=True)
+class RestartBackoff(Backoff):
+    """Delay before the next start of a child, doubled by each run of less than `good` seconds."""
 
-    def __init__(self, first: float = 0.1, most: float = 30.0, good: float = 60.0) -> None:
-        """All values are seconds. After a run of at least `good` seconds the delay is `first`."""
-        self._first, self._most, self._good = first, most, good
-        self._pause = 0.0
-        self._due = 0.0
-
-    def remaining(self) -> float:
-        """Returns the seconds until the next start is due."""
-        return max(0.0, self._due - time.monotonic())
+    good: float = 60.0
 
     def ended(self, lived: float) -> None:
-        """Records the end of a child that has run for `lived` seconds."""
-        self._pause = self._first if lived >= self._good else min(self._most, max(self._first, 2 * self._pause))
-        self._due = time.monotonic() + self._pause
+        """Begins the delay after a run of `lived` seconds."""
+        if lived >= self.good:
+            self.reset()
+        self.start(time.monotonic())
+        self.grow()
+
+
+class Restarts:
+    """Keeps a child running, and shows its downgrades as those of a feature."""
+
+    def __init__(self, name: str, feature: Feature, remedies: Mapping[str, str], downgrades: Downgrades | None) -> None:
+        """`remedies`: what an operator can do, by subject; "" if the child does not run."""
+        self._name = name
+        self._feature: Feature = feature
+        self._remedies = remedies
+        self._downgrades = downgrades or Downgrades()
+
+    async def run(
+        self, run_once: Callable[[], Awaitable[None]], ended: Callable[[float], str], backoff: RestartBackoff
+    ) -> None:
+        """Runs the child again and again until it is cancelled.
+
+        `run_once` returns or raises when the child has ended. Then `ended` gets the seconds until
+        the next start, and returns what is absent until then.
+        """
+        while True:
+            began = time.monotonic()
+            try:
+                await run_once()
+                cause = "it ended"
+            except (OSError, RuntimeError, ValueError) as error:  # such as no thread available
+                cause = str(error)
+                _log.warning(f"{self._name} failed", error=cause)
+            backoff.ended(time.monotonic() - began)
+            absent = ended(backoff.remaining(time.monotonic()))
+            self.report("", f"{absent}: {cause}", is_logged=False)
+            await asyncio.sleep(backoff.remaining(time.monotonic()))
+
+    def serves(self) -> None:
+        """Ends the downgrades of the child before."""
+        for subject in self._remedies:
+            self.report(subject, "")
+
+    def take(self, header: Mapping[str, Any]) -> bool:
+        """Returns whether a message of the child is a report of `Channel.slower`; records it."""
+        if (cause := header.get("slower")) is None:
+            return False
+        self.report(header["subject"], cause, is_logged=False)
+        return True
+
+    def report(self, subject: str, cause: str, *, is_logged: bool = True) -> None:
+        """Begins a downgrade, or ends it if `cause` is empty."""
+        if cause:
+            remedy = self._remedies[subject]
+            self._downgrades.report(self._feature, cause, remedy, subject=subject, is_logged=is_logged)
+        else:
+            self._downgrades.end(self._feature, subject)
 
 
 class Child:

@@ -18,7 +18,7 @@ from harness.polling import wait_until
 
 from kvtier.server.config.schema import LogConfig
 from kvtier.server.process import child as child_module
-from kvtier.server.process.child import Child, RestartBackoff
+from kvtier.server.process.child import Child
 from kvtier.server.process.child_main import MAX_MESSAGE_BYTES, SIZES_BYTES, pack, read_sizes, unpack
 from kvtier.server.telemetry import logs
 from kvtier.tiers.storage.service_signals import SERVICE_SIGNALS
@@ -213,18 +213,3 @@ def test_packed_messages_unpack_to_the_same() -> None:
     header_bytes, payload_bytes = read_sizes(message[:SIZES_BYTES])
     assert len(message) == SIZES_BYTES + header_bytes + payload_bytes < MAX_MESSAGE_BYTES
     assert unpack(message[SIZES_BYTES:], header_bytes) == ({"op": "copy"}, b"bytes")
-
-
-def test_restarts_have_a_growing_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is immediate, the delay has a limit, and a long enough life resets it."""
-    now = [100.0]
-    monkeypatch.setattr(child_module.time, "monotonic", lambda: now[0])  # type: ignore[attr-defined]
-    backoff = RestartBackoff(first=1, most=5, good=60)
-    assert backoff.remaining() == 0
-    pauses = []
-    for lived in (0, 0, 0, 0, 61, 0):
-        backoff.ended(lived)
-        pauses.append(backoff.remaining())
-        now[0] += 100
-        assert backoff.remaining() == 0
-    assert pauses == [1, 2, 4, 5, 1, 2]
