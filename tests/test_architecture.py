@@ -7,6 +7,7 @@ tests are in `test_import_graph.py`.
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterable, Iterator
 
 import import_graph
@@ -21,8 +22,8 @@ NEVER = {
 
 VALUES = "kvtier.protos.values"
 BACKOFF = "kvtier.protos.backoff"
-PLAIN = (BACKOFF, VALUES)
-"""The modules of `protos` that the tiers may import, because they load no protobuf."""
+PLAIN = (BACKOFF, VALUES, "kvtier.protos.buffers")
+"""The modules of `protos` that tiers and cuda may import, because they load no protobuf."""
 
 CORES = {
     "kvtier.tiers.core": ("kvtier.tiers",),
@@ -73,11 +74,11 @@ def forbidden_imports(module: Module) -> Iterator[str]:
             yield f"{module.path}:{item.line}: import {item.target} relatively"
         elif package in NEVER.get(module.folder, set()):
             yield f"{module.path}:{item.line}: {module.folder} may not import {package}"
-        elif module.folder == "tiers" and is_unknown_to_tiers(item.target):
-            yield f"{module.path}:{item.line}: tiers may not import {item.target}"
+        elif module.folder in NEVER and loads_protobuf(item.target):
+            yield f"{module.path}:{item.line}: {module.folder} may not import {item.target}"
 
 
-def is_unknown_to_tiers(target: str) -> bool:
+def loads_protobuf(target: str) -> bool:
     """Returns whether an import is of `protos`, but not of one of its plain modules."""
     plain = tuple(f"{module}." for module in PLAIN)
     return f"{target}.".startswith("kvtier.protos.") and not target.startswith(plain)
@@ -166,6 +167,7 @@ def test_no_forbidden_imports() -> None:
         ("kvtier.tiers.base", "import grpc", "tiers may not import grpc"),
         ("kvtier.tiers.base", "from ..protos.v1 import cache_pb2", "tiers may not import kvtier.protos.v1.cache_pb2"),
         ("kvtier.tiers.base", "from .. import protos", "tiers may not import kvtier.protos"),
+        ("kvtier.cuda.host.copy", "from ...protos import endpoint", "cuda may not import kvtier.protos.endpoint"),
         ("kvtier.tiers.lmdb.tier", "def f():\n    from torch import nn", "tiers may not import torch"),
         ("kvtier.cuda.host.copy", "from google import protobuf", "cuda may not import google"),
         ("kvtier.server.cli", "from kvtier.tiers import base", "relatively"),
@@ -219,8 +221,11 @@ def test_a_core_is_pure(core: str) -> None:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_modules_load_no_protobuf(name: str) -> None:
-    """So the tiers and the cores can use them."""
-    assert impure_imports(product()[name], "kvtier.tiers.core") == []
+    """They import the standard library only. Those that a core uses are pure."""
+    module = product()[name]
+    assert {item.target.split(".")[0] for item in imports_of(module.source, name)} <= sys.stdlib_module_names
+    if name in (BACKOFF, VALUES):
+        assert impure_imports(module, "kvtier.tiers.core") == []
 
 
 @pytest.mark.parametrize("core", CORES)
