@@ -22,7 +22,7 @@ NEVER = {
 
 VALUES = "kvtier.protos.values"
 BACKOFF = "kvtier.protos.backoff"
-PLAIN = (BACKOFF, VALUES, "kvtier.protos.buffers")
+PLAIN = (BACKOFF, VALUES, "kvtier.protos.buffers", "kvtier.protos.endpoint")
 """The modules of `protos` that tiers and cuda may import, because they load no protobuf."""
 
 CORES = {

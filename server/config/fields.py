@@ -7,10 +7,11 @@ The key of a setting is its path in the file: `limits.max_keys` is `max_keys` in
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -27,6 +28,8 @@ __all__ = [
     "TIER_SETTINGS",
     "Setting",
     "TableError",
+    "has_http_host",
+    "read_address",
     "read_table",
     "settings_of",
 ]
@@ -135,6 +138,24 @@ _TYPE_NAMES: dict[Any, str] = {
     int | None: 'a whole number, or "off"',
     tuple[str, ...]: "a list of texts",
 }
+
+
+def read_address(table: Mapping[str, Any], key: str, example: str, parse: Callable[[str], Any]) -> Any:
+    """Returns a parsed address of the options. Raises `TableError` if it is absent or invalid."""
+    if key not in table:
+        raise TableError(f"options.{key}: must be given, like {example}")
+    try:
+        return parse(table[key])
+    except ValueError as error:
+        raise TableError(f"options.{key}: {error}") from None
+
+
+def has_http_host(url: str) -> bool:
+    """Returns whether this is a URL of a host: `http://HOST[:PORT]…` or `https://…`."""
+    try:
+        return urlsplit(url).scheme in ("http", "https") and bool(urlsplit(url).hostname)
+    except ValueError:  # such as "[" without "]"
+        return False
 
 
 def _path(value: Any) -> Path:

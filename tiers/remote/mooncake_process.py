@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...protos.endpoint import EndpointError, parse_endpoint
 from ..base import TierOpenError
 from ..storage.service_signals import without_signals
 from .limits import AvoidedNames
@@ -77,11 +78,10 @@ class Region:
 
 def master_address(text: str) -> tuple[str, int]:
     """Returns host and port. Raises ValueError."""
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError("must be like HOST:PORT")
-    return host, int(port)
+    with contextlib.suppress(EndpointError):
+        if (endpoint := parse_endpoint(text)).port:
+            return endpoint.host, endpoint.port
+    raise ValueError("must be like HOST:PORT")
 
 
 def require_mooncake() -> None:
