@@ -10,19 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from ...protos.backoff import Backoff
-from ...tiers.storage.service_signals import without_signals
+from ...tiers.storage.service_signals import start_module
 from ..telemetry.downgrades import Downgrades, Feature
 from ..telemetry.logs import get_logger
 from .child_main import SIZES_BYTES, pack, read_sizes, split_level, unpack
@@ -131,7 +128,7 @@ class Child:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                process = _run(module, theirs.fileno(), arguments, fds)
+                process = start_module(module, [str(theirs.fileno()), *arguments], [theirs.fileno(), *fds])
         except BaseException:
             ours.close()
             raise
@@ -277,27 +274,8 @@ class _Receiver(asyncio.Protocol):
             self._ended.set_result(None)
 
 
-def _run(module: str, connection: int, arguments: Sequence[str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    with without_signals():
-        return subprocess.Popen(  # noqa: S603 - our own interpreter and arguments
-            # -P: a folder `cuda` in the current directory must not shadow NVIDIA's package.
-            [sys.executable, "-P", "-m", module, str(connection), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=[connection, *fds],
-            env=os.environ | {"PYTHONPATH": _python_path()},
-        )
-
-
 async def _line_of(reader: asyncio.StreamReader) -> bytes:
     try:
         return await reader.readline()
     except ValueError:  # the line is longer than the limit
         return await reader.read(_STDERR_LINE_BYTES) or b"\n"
-
-
-def _python_path() -> str:
-    """Returns a PYTHONPATH with which a child can import this package."""
-    own = str(Path(__file__).absolute().parents[3])
-    return os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), own])

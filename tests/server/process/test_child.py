@@ -21,7 +21,7 @@ from kvtier.server.process import child as child_module
 from kvtier.server.process.child import Child
 from kvtier.server.process.child_main import MAX_MESSAGE_BYTES, SIZES_BYTES, pack, read_sizes, unpack
 from kvtier.server.telemetry import logs
-from kvtier.tiers.storage.service_signals import SERVICE_SIGNALS
+from kvtier.tiers.storage.service_signals import SERVICE_SIGNALS, start_module
 
 _ECHO = """
 import logging, os, signal, sys, threading
@@ -55,16 +55,15 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_no_process_remains_if_no_thread_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers handle `OSError`, as if the process could not be started."""
     started: list[subprocess.Popen[bytes]] = []
-    run = child_module._run
 
     def recorded(*arguments: Any) -> subprocess.Popen[bytes]:
-        started.append(run(*arguments))
+        started.append(start_module(*arguments))
         return started[-1]
 
     def no_thread(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(child_module, "_run", recorded)
+    monkeypatch.setattr(child_module, "start_module", recorded)
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     with pytest.raises(OSError, match="can't start new thread"):
         await Child.start("echo")
