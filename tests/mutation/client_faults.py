@@ -109,7 +109,7 @@ CLIENT_FAULTS = (
     ),
     Fault(
         "a refused request opens the circuit",
-        _CALLS,
+        "client/engines/vllm/background.py",
         "if not isinstance(error, (InvalidRequest, LimitExceeded)):",
         "if True:",
     ),
