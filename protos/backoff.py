@@ -35,6 +35,13 @@ class Backoff:
         """Ends the wait, and makes the delay the first one again."""
         self.delay, self.until = self.first, -math.inf
 
+    def ended(self, now: float, *, was_good: bool) -> None:
+        """Starts a wait after an attempt. It has the first delay if the attempt was good."""
+        if was_good:
+            self.reset()
+        self.start(now)
+        self.grow()
+
     def is_over(self, now: float) -> bool:
         return now >= self.until
 

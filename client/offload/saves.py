@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from ...protos.backoff import Backoff
@@ -39,10 +40,8 @@ __all__ = ["EndedSave", "SavePlanner", "SaveProgress", "store_backoff"]
 # Up to this time it is cheaper to wait for a save than to recompute a preempted request.
 _SHORT_WAIT_S = 0.5
 
-
-def store_backoff() -> Backoff:
-    """Returns the wait before blocks that could not be stored are offered again."""
-    return Backoff(1.0, 30.0)
+store_backoff = partial(Backoff, 1.0, 30.0)
+"""Wait before blocks that could not be stored are offered again."""
 
 
 @dataclass

@@ -45,8 +45,6 @@ PROTOCOL_VERSION = 1
 _SILENT_INTERVALS = 5
 """Number of missing heartbeats that end a session. A busy server may send none for 1-2 s."""
 _NOT_SHARED = "the server does not share its memory with these credentials (shared_memory)"
-_FIRST_RETRY_SECONDS = 0.05
-_LAST_RETRY_SECONDS = 1.0
 
 _random = random.SystemRandom()  # `random` would repeat itself in engines with equal seeds
 
@@ -198,7 +196,7 @@ class SessionConnection(ForkGuarded):
         self._thread.join()
 
     def _run(self) -> None:
-        backoff = Backoff(_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS)
+        backoff = Backoff(0.05, 1.0)
         while not self._closing.is_set():
             try:
                 self._run_session()

@@ -35,8 +35,6 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _LOCATE_SECONDS = 5.0
-_FIRST_RETRY_SECONDS = 0.1
-_LAST_RETRY_SECONDS = 5.0
 _NO_SOCKET: Final = "kvtier: streams do not use the socket"
 
 
@@ -153,7 +151,7 @@ class SocketConnector(ForkGuarded):
 
     def _run_search(self, session: ClientSession) -> None:
         """Retries until the bulk process is connected or the session has ended."""
-        backoff = Backoff(_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS)
+        backoff = Backoff(0.1, 5.0)
         while not session.ended:
             answer, error = self._outcome(self._locate, transfer_pb2.LocateRequest(session=session.ref))
             if error is not None and error.code() is grpc.StatusCode.UNIMPLEMENTED:  # old server

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...cuda.host.region import HostRegion
 from ..config.schema import Config
-from ..process.child import Child, RestartBackoff, Restarts
+from ..process.child import Child, Restarts
 from ..rpc.sockets import SocketError, bind_tcp
 from ..telemetry.downgrades import Downgrades
 from ..telemetry.logs import get_logger
@@ -166,7 +166,7 @@ class BulkProcess:
             _log.warning("bulk process has ended; streams go through the server", retry_seconds=retry_seconds)
             return "the bulk process does not run, so streams are slower"
 
-        await self._restarts.run(self._run_once, ended, RestartBackoff(0.1, 10.0, good=30.0))
+        await self._restarts.run(self._run_once, ended, most=10.0, good=30.0)
 
     async def _run_once(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -11,7 +11,7 @@ from typing import Any
 from ...tiers.base import NamespaceId
 from ...tiers.core.event_log import event_scope
 from ..config.events import EventConfig
-from ..process.child import Child, RestartBackoff, Restarts
+from ..process.child import Child, Restarts
 from ..telemetry.downgrades import Downgrades
 from ..telemetry.logs import get_logger
 from .reader_keys import MAX_TENANTS, ReaderKeyFile
@@ -66,7 +66,7 @@ class ReaderProcess:
             _log.warning("the process for readers of events has ended", retry_seconds=retry_seconds)
             return "no events are published, because the process for their readers does not run"
 
-        await self._restarts.run(partial(self._run_once, publish), ended, RestartBackoff(0.1, 30.0))
+        await self._restarts.run(partial(self._run_once, publish), ended, most=30.0, good=60.0)
 
     async def send(self, namespace: NamespaceId, topic: bytes, payload: bytes) -> None:
         """Sends a message about blocks of a namespace; waits while the process is busy."""

@@ -15,7 +15,6 @@ import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 from ...protos.backoff import Backoff
@@ -24,25 +23,11 @@ from ..telemetry.downgrades import Downgrades, Feature
 from ..telemetry.logs import get_logger
 from .child_main import SIZES_BYTES, pack, read_sizes, split_level, unpack
 
-__all__ = ["Child", "RestartBackoff", "Restarts"]
+__all__ = ["Child", "Restarts"]
 
 _log = get_logger(__name__)
 
 _STDERR_LINE_BYTES = 64 << 10
-
-
-@dataclass(slots=True)
-class RestartBackoff(Backoff):
-    """Delay before the next start of a child, doubled by each run of less than `good` seconds."""
-
-    good: float = 60.0
-
-    def ended(self, lived: float) -> None:
-        """Begins the delay after a run of `lived` seconds."""
-        if lived >= self.good:
-            self.reset()
-        self.start(time.monotonic())
-        self.grow()
 
 
 class Restarts:
@@ -56,13 +41,15 @@ class Restarts:
         self._downgrades = downgrades or Downgrades()
 
     async def run(
-        self, run_once: Callable[[], Awaitable[None]], ended: Callable[[float], str], backoff: RestartBackoff
+        self, run_once: Callable[[], Awaitable[None]], ended: Callable[[float], str], most: float, good: float
     ) -> None:
         """Runs the child again and again until it is cancelled.
 
         `run_once` returns or raises when the child has ended. Then `ended` gets the seconds until
-        the next start, and returns what is absent until then.
+        the next start, and returns what is absent until then. Each run of less than `good` seconds
+        doubles these seconds, from 0.1 up to `most`.
         """
+        backoff = Backoff(0.1, most)
         while True:
             began = time.monotonic()
             try:
@@ -71,10 +58,10 @@ class Restarts:
             except (OSError, RuntimeError, ValueError) as error:  # such as no thread available
                 cause = str(error)
                 _log.warning(f"{self._name} failed", error=cause)
-            backoff.ended(time.monotonic() - began)
-            absent = ended(backoff.remaining(time.monotonic()))
-            self.report("", f"{absent}: {cause}", is_logged=False)
-            await asyncio.sleep(backoff.remaining(time.monotonic()))
+            now = time.monotonic()
+            backoff.ended(now, was_good=now - began >= good)
+            self.report("", f"{ended(backoff.remaining(now))}: {cause}", is_logged=False)
+            await asyncio.sleep(backoff.remaining(now))
 
     def serves(self) -> None:
         """Ends the downgrades of the child before."""
@@ -90,11 +77,8 @@ class Restarts:
 
     def report(self, subject: str, cause: str, *, is_logged: bool = True) -> None:
         """Begins a downgrade, or ends it if `cause` is empty."""
-        if cause:
-            remedy = self._remedies[subject]
-            self._downgrades.report(self._feature, cause, remedy, subject=subject, is_logged=is_logged)
-        else:
-            self._downgrades.end(self._feature, subject)
+        remedy = self._remedies[subject]
+        self._downgrades.report(self._feature, cause, remedy, subject=subject, is_logged=is_logged)
 
 
 class Child:

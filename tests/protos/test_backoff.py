@@ -33,3 +33,15 @@ def test_a_wait_ends_after_the_delay(now: float) -> None:
     assert backoff.remaining(now) == 4.0
     backoff.reset()
     assert (backoff.is_over(now), backoff.remaining(now)) == (True, 0.0)
+
+
+def test_attempts_that_fail_have_growing_waits() -> None:
+    """The first is immediate, the delay has a limit, and a good attempt resets it."""
+    now, backoff, waits = 100.0, Backoff(1.0, 5.0), []
+    assert backoff.is_over(now)
+    for was_good in (False, False, False, False, True, False):
+        backoff.ended(now, was_good=was_good)
+        waits.append(backoff.remaining(now))
+        now += 100
+        assert backoff.is_over(now)
+    assert waits == [1, 2, 4, 5, 1, 2]

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 
 import pytest
 
 from kvtier.server.process import child as child_module
-from kvtier.server.process.child import RestartBackoff, Restarts
+from kvtier.server.process.child import Restarts
 from kvtier.server.process.child_main import Channel
 from kvtier.server.telemetry.downgrades import Downgrades
 
 REMEDIES = {"": "see the log", "accept": "more open files"}
-
-
-def test_restarts_have_a_growing_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is immediate, the delay has a limit, and a long enough life resets it."""
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    backoff = RestartBackoff(first=1, most=5, good=60)
-    assert backoff.remaining(now) == 0
-    pauses = []
-    for lived in (0, 0, 0, 0, 60, 0):
-        backoff.ended(lived)
-        pauses.append(backoff.remaining(now))
-        now += 100
-        assert backoff.remaining(now) == 0
-    assert pauses == [1, 2, 4, 5, 1, 2]
 
 
 async def test_a_child_is_restarted_after_each_end_and_each_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +35,7 @@ async def test_a_child_is_restarted_after_each_end_and_each_failure(monkeypatch:
 
     monkeypatch.setattr(child_module.asyncio, "sleep", sleep)  # type: ignore[attr-defined]
     with pytest.raises(KeyError, match="a defect"):
-        await restarts.run(live, lambda seconds: f"absent for {seconds > 0}", RestartBackoff(100.0, 200.0))
+        await restarts.run(live, lambda seconds: f"absent for {seconds > 0}", most=200.0, good=60.0)
     assert [cause for [(cause, _)] in shown[1:]] == [
         "absent for True: it ended",
         "absent for True: no memory",
@@ -59,7 +43,7 @@ async def test_a_child_is_restarted_after_each_end_and_each_failure(monkeypatch:
         "absent for True: invalid",
     ]
     assert {remedy for [(_, remedy)] in shown[1:]} == {"see the log"}
-    assert [round(seconds, -2) for seconds in slept] == [100, 200, 200, 200]
+    assert slept == pytest.approx([0.1, 0.2, 0.4, 0.8], abs=1e-6)
 
 
 async def test_a_child_reports_a_cause_once_until_it_changes_or_ends(caplog: pytest.LogCaptureFixture) -> None:
