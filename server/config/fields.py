@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -28,7 +27,6 @@ __all__ = [
     "TIER_SETTINGS",
     "Setting",
     "TableError",
-    "has_http_host",
     "read_address",
     "read_table",
     "settings_of",
@@ -148,14 +146,6 @@ def read_address(table: Mapping[str, Any], key: str, example: str, parse: Callab
         return parse(table[key])
     except ValueError as error:
         raise TableError(f"options.{key}: {error}") from None
-
-
-def has_http_host(url: str) -> bool:
-    """Returns whether this is a URL of a host: `http://HOST[:PORT]…` or `https://…`."""
-    try:
-        return urlsplit(url).scheme in ("http", "https") and bool(urlsplit(url).hostname)
-    except ValueError:  # such as "[" without "]"
-        return False
 
 
 def _path(value: Any) -> Path:
