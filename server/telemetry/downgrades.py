@@ -60,8 +60,9 @@ class Downgrades:
         self._known: dict[tuple[Feature, str], Downgrade] = {}
 
     def report(self, feature: Feature, cause: str, remedy: str, *, subject: str = "", is_logged: bool = True) -> None:
-        """Records a downgrade instead of that of the same feature and subject; ends it without cause.
+        """Records a downgrade, and replaces that of the same feature and subject.
 
+        Without `cause` it ends that downgrade.
         `subject` names one of several affected objects, such as another server. Without `is_logged`
         the caller has logged the cause.
         """
