@@ -34,6 +34,7 @@ from ..protos.v1 import (
 )
 from ..tiers.base import TierError
 from .auth.authenticator import AccessControl, AccessError
+from .auth.credential_files import FileError
 from .bulk.broker import BulkBroker
 from .bulk.supervisor import BulkProcess, bind_streams
 from .config.machine import max_grpc_connections
@@ -144,6 +145,7 @@ def _start_errors() -> Iterator[None]:
         MetricsServerError,
         TracingError,
         AccessError,
+        FileError,
         PublisherError,
         OSError,
     ) as error:

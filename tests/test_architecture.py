@@ -7,6 +7,7 @@ tests are in `test_import_graph.py`.
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterable, Iterator
 
 import import_graph
@@ -20,13 +21,15 @@ NEVER = {
 """For each top-level folder, packages that it may not import, not even in a function."""
 
 VALUES = "kvtier.protos.values"
-"""The one module of `protos` that the tiers may import, because it loads no protobuf."""
+BACKOFF = "kvtier.protos.backoff"
+PLAIN = (BACKOFF, VALUES, "kvtier.protos.buffers", "kvtier.protos.endpoint")
+"""The modules of `protos` that tiers and cuda may import, because they load no protobuf."""
 
 CORES = {
     "kvtier.tiers.core": ("kvtier.tiers",),
     "kvtier.tiers.eviction": ("kvtier.tiers",),
     "kvtier.tiers.stats": ("kvtier.tiers",),
-    "kvtier.client.offload": ("kvtier.client.offload",),
+    "kvtier.client.offload": ("kvtier.client.offload", BACKOFF),
     "kvtier.client.handoff": ("kvtier.client.handoff", "kvtier.client.offload", VALUES),
 }
 """Packages that only decide, and the packages of kvtier that each of them may import."""
@@ -71,13 +74,14 @@ def forbidden_imports(module: Module) -> Iterator[str]:
             yield f"{module.path}:{item.line}: import {item.target} relatively"
         elif package in NEVER.get(module.folder, set()):
             yield f"{module.path}:{item.line}: {module.folder} may not import {package}"
-        elif module.folder == "tiers" and is_unknown_to_tiers(item.target):
-            yield f"{module.path}:{item.line}: tiers may not import {item.target}"
+        elif module.folder in NEVER and loads_protobuf(item.target):
+            yield f"{module.path}:{item.line}: {module.folder} may not import {item.target}"
 
 
-def is_unknown_to_tiers(target: str) -> bool:
-    """Returns whether an import is of `protos`, but not of the values of the contract."""
-    return f"{target}.".startswith("kvtier.protos.") and not target.startswith(f"{VALUES}.")
+def loads_protobuf(target: str) -> bool:
+    """Returns whether an import is of `protos`, but not of one of its plain modules."""
+    plain = tuple(f"{module}." for module in PLAIN)
+    return f"{target}.".startswith("kvtier.protos.") and not target.startswith(plain)
 
 
 def heavy_at_start(modules: dict[str, Module], entries: set[str]) -> list[str]:
@@ -163,6 +167,7 @@ def test_no_forbidden_imports() -> None:
         ("kvtier.tiers.base", "import grpc", "tiers may not import grpc"),
         ("kvtier.tiers.base", "from ..protos.v1 import cache_pb2", "tiers may not import kvtier.protos.v1.cache_pb2"),
         ("kvtier.tiers.base", "from .. import protos", "tiers may not import kvtier.protos"),
+        ("kvtier.cuda.host.copy", "from ...protos import endpoint", "cuda may not import kvtier.protos.endpoint"),
         ("kvtier.tiers.lmdb.tier", "def f():\n    from torch import nn", "tiers may not import torch"),
         ("kvtier.cuda.host.copy", "from google import protobuf", "cuda may not import google"),
         ("kvtier.server.cli", "from kvtier.tiers import base", "relatively"),
@@ -214,9 +219,13 @@ def test_a_core_is_pure(core: str) -> None:
     assert [line for module in members for line in impure_imports(module, core)] == []
 
 
-def test_values_of_the_contract_load_no_protobuf() -> None:
-    """So the tiers and the cores can use them."""
-    assert impure_imports(product()[VALUES], "kvtier.tiers.core") == []
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_modules_load_no_protobuf(name: str) -> None:
+    """They import the standard library only. Those that a core uses are pure."""
+    module = product()[name]
+    assert {item.target.split(".")[0] for item in imports_of(module.source, name)} <= sys.stdlib_module_names
+    if name in (BACKOFF, VALUES):
+        assert impure_imports(module, "kvtier.tiers.core") == []
 
 
 @pytest.mark.parametrize("core", CORES)

@@ -24,7 +24,7 @@ PACKAGE = "kvtier"
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "protos": frozenset(),
     "tiers": frozenset({"protos"}),
-    "cuda": frozenset(),
+    "cuda": frozenset({"protos"}),
     "server": frozenset({"protos", "tiers", "cuda", "client"}),
     "client": frozenset({"protos", "cuda"}),
 }

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from .model import Backoff, BlockPool, CacheGeometry, FreeBlock
-from .saves import EndedSave
+from .model import BlockPool, CacheGeometry, FreeBlock
+from .saves import EndedSave, store_backoff
 
 __all__ = ["EvictionLookahead"]
 
@@ -45,7 +45,7 @@ class EvictionLookahead:
         self._stored: dict[int, bytes] = {}
         self._stored_before: dict[int, bytes] = {}
         self._next_aging_at = 0.0
-        self._backoff = Backoff()
+        self._backoff = store_backoff()
 
     def choose(self, limit: int, now: float) -> list[FreeBlock]:
         """Returns at most ``limit`` blocks to store now; none soon after a failed store."""
@@ -76,7 +76,8 @@ class EvictionLookahead:
             if index not in save.not_stored:
                 self._stored[block_id] = key
         if save.not_stored:
-            self._backoff.grow(now)
+            self._backoff.grow()
+            self._backoff.start(now)
         else:
             self._backoff.reset()
 

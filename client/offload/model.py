@@ -12,7 +12,6 @@ from enum import Enum
 from typing import Any, NamedTuple, NewType, Protocol, TypeAlias
 
 __all__ = [
-    "Backoff",
     "BlockPool",
     "BlockRead",
     "BlockTables",
@@ -37,8 +36,6 @@ BlockTables: TypeAlias = Sequence[Sequence[int]]
 LookupId = NewType("LookupId", int)
 
 _STATE_BLOCKS_PER_STEP = 2
-_MIN_BACKOFF_S = 1.0
-_MAX_BACKOFF_S = 30.0
 
 
 # ---- cache geometry
@@ -375,26 +372,3 @@ class OffloadOptions:
     max_held_fraction: float = 0.5
     save_lost_after_s: float = 600.0
     batched_tokens: int = 0
-
-
-@dataclass
-class Backoff:
-    """Wait, in seconds, before blocks that could not be stored are offered again."""
-
-    interval_s: float = _MIN_BACKOFF_S
-    until: float = 0.0
-
-    def is_over(self, now: float) -> bool:
-        return now >= self.until
-
-    def start(self, now: float) -> None:
-        self.until = now + self.interval_s
-
-    def grow(self, now: float) -> None:
-        """Doubles the interval (up to 30 s) and starts a wait of one interval."""
-        self.interval_s = min(2 * self.interval_s, _MAX_BACKOFF_S)
-        self.until = now + self.interval_s
-
-    def reset(self) -> None:
-        """Ends the wait and resets the interval, because a store succeeded."""
-        self.interval_s, self.until = _MIN_BACKOFF_S, 0.0

@@ -19,10 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
+from ...protos.backoff import Backoff
 from .model import (
-    Backoff,
     BlockPool,
     BlockTables,
     CacheGeometry,
@@ -34,10 +35,13 @@ from .model import (
     SaveJob,
 )
 
-__all__ = ["EndedSave", "SavePlanner", "SaveProgress"]
+__all__ = ["EndedSave", "SavePlanner", "SaveProgress", "store_backoff"]
 
 # Up to this time it is cheaper to wait for a save than to recompute a preempted request.
 _SHORT_WAIT_S = 0.5
+
+store_backoff = partial(Backoff, 1.0, 30.0)
+"""Wait before blocks that could not be stored are offered again."""
 
 
 @dataclass
@@ -58,7 +62,7 @@ class SaveProgress:
     loaded: range = range(0)
     ends: set[int] = field(default_factory=set)
     missed: dict[int, set[int]] = field(default_factory=dict)
-    backoff: Backoff = field(default_factory=Backoff)
+    backoff: Backoff = field(default_factory=store_backoff)
 
     def restart(self) -> None:
         """Offers every block again after a preemption (B4.12) or a reset of the store (B3.19)."""
@@ -212,7 +216,8 @@ class SavePlanner:
         if tables is None:
             return None
         if retry:
-            progress.backoff.grow(now)
+            progress.backoff.grow()
+            progress.backoff.start(now)
         job = SaveJob(self._next_job_id, request.server_name)
         for group in self._groups:
             if group.index in ends:

@@ -22,6 +22,7 @@ import grpc
 
 from ...cuda.host.pinning import Pin, PinError
 from ...cuda.host.warmup import warm_up
+from ...protos.backoff import Backoff
 from ...protos.credentials import Credentials
 from ...protos.endpoint import Endpoint
 from ...protos.socket_owner import is_chosen
@@ -44,8 +45,6 @@ PROTOCOL_VERSION = 2
 _SILENT_INTERVALS = 5
 """Number of missing heartbeats that end a session. A busy server may send none for 1-2 s."""
 _NOT_SHARED = "the server does not share its memory with these credentials (shared_memory)"
-_FIRST_RETRY_SECONDS = 0.05
-_LAST_RETRY_SECONDS = 1.0
 
 _random = random.SystemRandom()  # `random` would repeat itself in engines with equal seeds
 
@@ -197,20 +196,20 @@ class SessionConnection(ForkGuarded):
         self._thread.join()
 
     def _run(self) -> None:
-        delay = _FIRST_RETRY_SECONDS
+        backoff = Backoff(0.05, 1.0)
         while not self._closing.is_set():
             try:
                 self._run_session()
-                delay = _FIRST_RETRY_SECONDS
+                backoff.reset()
             except KVTierError as error:
                 self._report(error)
-                delay = min(2 * delay, _LAST_RETRY_SECONDS)
+                backoff.grow()
             except Exception as error:  # noqa: BLE001 - out of threads or descriptors: retry later
                 _log.exception("kvtier: cannot open a session")
                 self._report(ServerError(f"{type(error).__name__}: {error}"))
-                delay = _LAST_RETRY_SECONDS
+                backoff.delay = backoff.most
             # Jitter: the engines of a host must not all reconnect at the same time.
-            self._closing.wait(delay * _random.uniform(0.5, 1.0))
+            self._closing.wait(backoff.delay * _random.uniform(0.5, 1.0))
 
     def _run_session(self) -> None:
         """Opens a session and returns when it has ended; raises if it cannot be opened."""

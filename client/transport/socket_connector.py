@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 import grpc
 
+from ...protos.backoff import Backoff
 from ...protos.credentials import Credentials
 from ...protos.endpoint import Endpoint
 from ...protos.socket_owner import is_chosen
@@ -34,8 +35,6 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _LOCATE_SECONDS = 5.0
-_FIRST_RETRY_SECONDS = 0.1
-_LAST_RETRY_SECONDS = 5.0
 _NO_SOCKET: Final = "kvtier: streams do not use the socket"
 
 
@@ -152,18 +151,18 @@ class SocketConnector(ForkGuarded):
 
     def _run_search(self, session: ClientSession) -> None:
         """Retries until the bulk process is connected or the session has ended."""
-        delay = _FIRST_RETRY_SECONDS
+        backoff = Backoff(0.1, 5.0)
         while not session.ended:
             answer, error = self._outcome(self._locate, transfer_pb2.LocateRequest(session=session.ref))
             if error is not None and error.code() is grpc.StatusCode.UNIMPLEMENTED:  # old server
-                delay = _LAST_RETRY_SECONDS
+                backoff.delay = backoff.most
             if answer is not None and self._connect(session, answer):
                 return
-            if answer is not None and delay >= _LAST_RETRY_SECONDS and self._address(answer) is None:
+            if answer is not None and backoff.delay >= backoff.most and self._address(answer) is None:
                 session.downgraded(_NO_SOCKET, "the server serves none for this address (bulk.tcp, bulk process)")
-            if self._closing.wait(delay):
+            if self._closing.wait(backoff.delay):
                 return
-            delay = min(2 * delay, _LAST_RETRY_SECONDS)
+            backoff.grow()
 
     def _connect(self, session: ClientSession, answer: transfer_pb2.LocateResponse) -> bool:
         """Connects to the socket that `answer` names; returns whether the search has ended."""

@@ -26,6 +26,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
+from ...protos.buffers import extent_of
 from .memory import cgroup_directories
 
 if TYPE_CHECKING:
@@ -76,34 +77,6 @@ class TensorLike(Protocol):
 HostBuffer: TypeAlias = "ReadableBuffer | TensorLike"
 """Contiguous bytes on the host: memoryview, bytes, bytearray, numpy array, CPU tensor, …"""
 
-
-class _PyBuffer(ctypes.Structure):
-    """`Py_buffer` of CPython's C API; its layout is part of the stable ABI since 3.11."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-# `pythonapi["name"]` is a new object, so its `argtypes` can be set. The object `pythonapi.name` is
-# shared with other libraries.
-_get_buffer = ctypes.pythonapi["PyObject_GetBuffer"]
-_get_buffer.argtypes = [ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int]
-_release_buffer = ctypes.pythonapi["PyBuffer_Release"]
-_release_buffer.argtypes = [ctypes.POINTER(_PyBuffer)]
-_release_buffer.restype = None
-_WRITABLE = 1  # PyBUF_WRITABLE; without it PyBUF_SIMPLE: flat and contiguous
-
 _start_of: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).from_buffer
 _size_of = attrgetter("nbytes")
 
@@ -125,14 +98,10 @@ def address_of(buffer: HostBuffer, *, writable: bool = False) -> tuple[int, int]
     """
     if type(buffer) is not memoryview and hasattr(buffer, "data_ptr"):
         return _tensor_address(buffer)  # type: ignore[arg-type]
-    view = _PyBuffer()
     try:
-        _get_buffer(buffer, view, _WRITABLE if writable else 0)
+        return extent_of(buffer, writable=writable)
     except (BufferError, ValueError) as error:  # numpy raises ValueError
         raise ValueError(f"a contiguous {'writable ' if writable else ''}buffer is needed: {error}") from error
-    address, size = view.buf or 0, view.len
-    _release_buffer(view)
-    return address, size
 
 
 def _tensor_address(tensor: TensorLike) -> tuple[int, int]:

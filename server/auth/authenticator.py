@@ -15,10 +15,11 @@ from ..telemetry.downgrades import Downgrades, Report
 from ..telemetry.logs import get_logger
 from .audit_log import AuditLog
 from .certificates import pem_names
+from .credential_files import FileError, ReloadedFile
 from .rate_limits import RateLimiters
 from .roles import CALLER, OWNER, Identity, is_public, require_role
 from .tls import ServerContext, TlsError, server_credentials
-from .tokens import TokensError, file_version, read_token_file
+from .tokens import TokenFile, read_token_file
 
 __all__ = ["AccessControl", "AccessError", "Authenticator", "peer_credentials"]
 
@@ -55,20 +56,20 @@ class Authenticator:
     """Maps tokens and certificates to identities.
 
     All calls except `may_see_metrics` must come from the event loop. The constructor raises
-    `TokensError` if the token file cannot be used. If the file changes later and cannot be used,
+    `FileError` if the token file cannot be used. If the file changes later and cannot be used,
     the previous tokens stay valid.
     """
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.time, report: Report = lambda _: None) -> None:
         """`report`: why the tokens in use are not those of the file."""
-        self._report = report
-        self._path = config.auth.tokens
+        failure, path = "the tokens cannot be read; the previous tokens stay valid", config.auth.tokens
+        self._file = None if path is None else ReloadedFile(path, read_token_file, failure, report)
         self._required_on_unix = config.auth.unix
         self._clock = clock
-        self._file_version = file_version(self._path)
-        self._refusal = ""
-        """Error of the last reading, which is logged once."""
-        self._token_file = read_token_file(self._path) if self._path is not None else None
+
+    @property
+    def _token_file(self) -> TokenFile | None:
+        return None if self._file is None else self._file.content
 
     def identify(self, token: str | None, names: Sequence[str], *, is_local: bool) -> Identity:
         """Returns the identity of a token, or of certificate names. Raises `Refused`."""
@@ -115,21 +116,8 @@ class Authenticator:
 
     def refresh(self) -> None:
         """Reads the token file again if it has changed."""
-        if self._path is None or (version := file_version(self._path)) == self._file_version:
-            return
-        self._file_version = version
-        try:
-            self._token_file = read_token_file(self._path)
-        except TokensError as error:
-            if str(error) != self._refusal:
-                _log.error("the tokens cannot be read; the previous tokens stay valid", error=str(error))
-            self._refusal = str(error)
-            self._report(f"the tokens cannot be read; the previous tokens stay valid: {error}")
-            self._file_version = ()  # read again, because a directory's mode may be the fault
-        else:
-            self._refusal = ""
-            self._report("")
-            _log.info("tokens read again", path=str(self._path), tokens=len(self._token_file.tokens))
+        if self._file is not None and self._file.refresh():
+            _log.info("tokens read again", path=str(self._file.path), tokens=len(self._file.content.tokens))
 
     def may_see_metrics(self, header: str | None) -> bool:
         """Returns whether this `Authorization` header permits reading the metrics. Thread-safe."""
@@ -172,7 +160,7 @@ class AccessControl:
                 if tls.cert is not None and tls.key is not None
                 else None
             )
-        except (TlsError, TokensError) as error:
+        except (TlsError, FileError) as error:
             raise AccessError(str(error)) from None
         self.audit_log = AuditLog(logs_reads=self.authenticator is not None)
         self.authorize = self.authenticator.authorize if self.authenticator is not None else None

@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import re
 import secrets
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -31,17 +29,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ...protos.trusted_files import read_trusted
 from ..config.toml import toml_text
 from .certificates import entry_name
+from .credential_files import FileError, read_toml
 from .roles import Identity, Role
 
 __all__ = [
     "ANY_TENANT",
     "TokenFile",
-    "TokensError",
-    "explain_problem",
-    "file_version",
     "format_entry",
     "new_token",
     "read_token_file",
@@ -51,14 +46,8 @@ __all__ = [
 ANY_TENANT = "*"
 
 _PREFIX = "sha256:"
-_MAX_FILE_BYTES = 4 << 20
 _TOKEN_BYTES = 32
-_TOML_TYPES = {"bool": "boolean", "datetime": "date and time", "int": "integer", "object": "table", "str": "string"}
 _TENANT_ROLES = {"engine", "reader"}
-
-
-class TokensError(Exception):
-    """The token file cannot be used; the message is one line."""
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,42 +121,27 @@ def token_hash(token: str) -> str:
 
 
 def read_token_file(path: Path, *, trusted: bool = True) -> TokenFile:
-    """Reads a token file. Raises `TokensError`, with `trusted` also if other users can write it."""
-    try:
-        if trusted:
-            text = read_trusted(path, _MAX_FILE_BYTES + 1)
-        else:
-            with path.open("rb") as file:
-                text = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise TokensError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(text) > _MAX_FILE_BYTES:
-        raise TokensError(f"{path}: is larger than {_MAX_FILE_BYTES} bytes")
-    try:
-        parsed = msgspec.convert(tomllib.loads(text.decode()), _File)
-    except msgspec.ValidationError as error:
-        raise TokensError(f"{path}: {explain_problem(f'{error}')}") from None
-    except (ValueError, RecursionError) as error:  # an integer of over 4,300 digits
-        raise TokensError(f"{path}: is not TOML: {error}") from None
+    """Reads a token file. Raises `FileError`, with `trusted` also if other users can write it."""
+    parsed = read_toml(path, _File, trusted=trusted)
     for entry in (*parsed.tokens, *parsed.certificates):
         if entry.tenant is None and _TENANT_ROLES & set(entry.roles):
-            raise TokensError(f'{path}: {entry.name}: an engine or reader needs a tenant; write "*" for any')
+            raise FileError(f'{path}: {entry.name}: an engine or reader needs a tenant; write "*" for any')
     digests = [bytes.fromhex(entry.hash.removeprefix(_PREFIX)) for entry in parsed.tokens]
     tokens = {digest[:8]: _credential(entry, digest) for entry, digest in zip(parsed.tokens, digests, strict=True)}
     certificates = _certificates(path, parsed.certificates)
     if len(tokens) < len(parsed.tokens) or len(certificates) < len(parsed.certificates):
-        raise TokensError(f"{path}: a token or a certificate is listed twice")
+        raise FileError(f"{path}: a token or a certificate is listed twice")
     return TokenFile(tokens, certificates)
 
 
 def _certificates(path: Path, entries: Sequence[_Entry]) -> dict[str, _Credential]:
-    """Returns the credentials of certificates by name. Raises `TokensError`."""
+    """Returns the credentials of certificates by name. Raises `FileError`."""
     certificates = {}
     for number, entry in enumerate(entries, start=1):
         try:
             name = entry_name(entry.name)
         except ValueError as error:
-            raise TokensError(f"{path}: certificates, number {number}: name: {entry.name!r}: {error}") from None
+            raise FileError(f"{path}: certificates, number {number}: name: {entry.name!r}: {error}") from None
         certificates[name] = _credential(msgspec.structs.replace(entry, name=name), b"name:" + name.encode())
     return certificates
 
@@ -180,36 +154,6 @@ def format_entry(name: str, hashed: str, tenant: str | None, roles: Sequence[str
     if shared_memory:
         lines.append("shared_memory = true")
     return "\n".join(lines) + "\n"
-
-
-def file_version(path: Path | None) -> tuple[int, ...] | None:
-    """Returns a value that changes with the file's contents, owner or mode."""
-    if path is None:
-        return None
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
-
-
-def explain_problem(problem: str) -> str:
-    """Converts a message of msgspec to TOML terms. Tables are counted from 1."""
-    what, _, where = problem.partition(" - at `$.")
-    place = re.fullmatch(r"(\w+)(?:\[(\d+)\])?\.?([\w\[\].]*)`", where)
-    if "matching regex" in what:
-        what = f"must be {_PREFIX} and 64 hexadecimal digits, as `kvtier token new` prints it"
-    elif what.startswith("Invalid enum value"):
-        what = f"{what}; valid roles are {', '.join(role.value for role in Role)}"
-    elif what.startswith("Expected"):
-        what = re.sub(r"`(\w+)( \| null)?`", lambda found: f"`{_TOML_TYPES.get(found[1], found[1])}`", what)
-    what = re.sub(r"^Object (contains )?", "", what)
-    what = what[:1].lower() + what[1:]
-    if not place:
-        return what
-    table, number, key = place.groups()
-    numbered = f", number {int(number) + 1}" if number else ""
-    return f"{table}{numbered}: {key}{': ' if key else ''}{what}"
 
 
 def _credential(entry: _Entry, credential: bytes) -> _Credential:

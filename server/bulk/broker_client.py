@@ -35,8 +35,6 @@ from .messages import (
     Pong,
     Refusal,
     Setup,
-    Slower,
-    SlowerSubject,
     ToChild,
     decode_to_child,
     encode,
@@ -272,7 +270,6 @@ class BrokerClient:
         self._channel = channel
         self._messages = iter(channel)
         self._numbers = itertools.count(1)
-        self._slower: dict[SlowerSubject, str] = {}
         self._streams: dict[int, Stream] = {}
         self._stores: WeakValueDictionary[int, PushedStore] = WeakValueDictionary()
         self._lock = threading.Lock()
@@ -289,13 +286,9 @@ class BrokerClient:
         """Reports that this process serves. Then the server passes connections."""
         self.send(Listening())
 
-    def slower(self, subject: SlowerSubject, cause: str = "") -> None:
-        """Logs and reports a downgrade when it begins or its cause changes, and its end."""
-        if self._slower.get(subject, "") != cause:
-            self._slower[subject] = cause
-            if cause:
-                _log.warning(cause)
-            self.send(Slower(subject, cause))
+    def slower(self, subject: str, cause: str = "") -> None:
+        """See `Channel.slower`."""
+        self._channel.slower(subject, cause)
 
     def start(self) -> None:
         """Starts the reading thread, and one that ends slow streams."""

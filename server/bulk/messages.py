@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -25,16 +25,11 @@ __all__ = [
     "Pong",
     "Refusal",
     "Setup",
-    "Slower",
-    "SlowerSubject",
     "ToChild",
     "decode_from_child",
     "decode_to_child",
     "encode",
 ]
-
-
-SlowerSubject: TypeAlias = Literal["priority", "accept", "thread", "calls"]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -95,14 +90,6 @@ class Pong(_Message, frozen=True):
 
 class Listening(_Message, frozen=True):
     """First message of the child: it serves connections from now on."""
-
-
-class Slower(_Message, frozen=True):
-    """Begins or ends a downgrade of the child: why streams or calls are slower or absent."""
-
-    subject: SlowerSubject
-    cause: str
-    """Empty if the downgrade has ended."""
 
 
 class Caller(msgspec.Struct, frozen=True, array_like=True):
@@ -173,7 +160,7 @@ class End(_Message, frozen=True):
 
 
 ToChild: TypeAlias = Setup | Granted | Refusal | Accepted | Committed | Ping
-FromChild: TypeAlias = Listening | Slower | Pong | Greeting | Begin | Moved | Damaged | Detached | End
+FromChild: TypeAlias = Listening | Pong | Greeting | Begin | Moved | Damaged | Detached | End
 
 _encoder = msgspec.msgpack.Encoder()
 _to_child = msgspec.msgpack.Decoder(ToChild)

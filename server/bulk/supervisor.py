@@ -6,21 +6,18 @@ import asyncio
 import contextlib
 import contextvars
 import socket
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from ...cuda.host.region import HostRegion
 from ..config.schema import Config
-from ..process.child import Child, RestartBackoff
+from ..process.child import Child, Restarts
 from ..rpc.sockets import SocketError, bind_tcp
 from ..telemetry.downgrades import Downgrades
 from ..telemetry.logs import get_logger
 from .broker import BulkBroker
-from .messages import Listening, Ping, Pong, Setup, Slower, SlowerSubject, ToChild, decode_from_child, encode
+from .messages import Listening, Ping, Pong, Setup, ToChild, decode_from_child, encode
 
 __all__ = ["BulkProcess", "bind_streams"]
 
@@ -37,9 +34,9 @@ _SILENT_ROUNDS = 5
 rounds end late if the event loop was delayed, so a delay is at most one of them."""
 _DETACH_SECONDS = 30.0
 """Time after which a stream that does not detach from its slots is stuck."""
-_Subject = SlowerSubject | Literal["pass", "take over"]
 _OPEN_FILES = "raise the number of open files of the server"
-_REMEDIES: dict[_Subject, str] = {
+_REMEDIES = {
+    "": "see the log lines of the bulk process",
     "priority": "permit the system call setpriority",
     "accept": _OPEN_FILES,
     "thread": "raise the number of threads of the server",
@@ -86,7 +83,7 @@ class BulkProcess:
         self._child: Child | None = None
         self._handover: socket.socket | None = None
         """Connected to the child while the child serves."""
-        self._downgrades = downgrades or Downgrades()
+        self._restarts = Restarts("bulk process", "streams", _REMEDIES, downgrades)
         self._listeners = listeners
         self._port = listeners[0].getsockname()[1] if listeners else 0
         self._answers = 0
@@ -107,9 +104,10 @@ class BulkProcess:
         try:
             socket.send_fds(self._handover, [hello], [connection.fileno()])
         except OSError as error:  # such as a full buffer; the client then uses gRPC
-            self._report("pass", f"a client's streams use the server, because it cannot pass a connection: {error}")
+            text = f"a client's streams use the server, because it cannot pass a connection: {error}"
+            self._restarts.report("pass", text)
             return False
-        self._downgrades.end("streams", "pass")
+        self._restarts.report("pass", "")
         return True
 
     async def end_writers(self, store_id: int) -> None:
@@ -163,21 +161,12 @@ class BulkProcess:
         loop.call_later(_TURN_AWAY_SECONDS, self._watch, listener)
 
     async def _run(self) -> None:
-        backoff = RestartBackoff(most=10.0, good=30.0)
-        while True:
-            began = time.monotonic()
-            try:
-                await self._run_once()
-                cause = "it ended"
-            except (OSError, RuntimeError, msgspec.MsgspecError) as error:  # or no thread available
-                cause = str(error)
-                _log.warning("bulk process failed", error=cause)
+        def ended(retry_seconds: float) -> str:
             self._turn_away()
-            backoff.ended(time.monotonic() - began)
-            _log.warning("bulk process has ended; streams go through the server", retry_seconds=backoff.remaining())
-            text = f"the bulk process does not run, so streams are slower: {cause}"
-            self._downgrades.report("streams", text, "see the log lines of the bulk process", is_logged=False)
-            await asyncio.sleep(backoff.remaining())
+            _log.warning("bulk process has ended; streams go through the server", retry_seconds=retry_seconds)
+            return "the bulk process does not run, so streams are slower"
+
+        await self._restarts.run(self._run_once, ended, most=10.0, good=30.0)
 
     async def _run_once(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -219,35 +208,27 @@ class BulkProcess:
         try:
             message, descriptors, _, _ = socket.recv_fds(handover, _HANDOVER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:  # such as too many open files; the client then uses gRPC
-            self._report(
-                "take over", f"a client's calls use gRPC, because the server cannot take a connection: {error}"
-            )
+            text = f"a client's calls use gRPC, because the server cannot take a connection: {error}"
+            self._restarts.report("take over", text)
             return
-        self._downgrades.end("streams", "take over")
+        self._restarts.report("take over", "")
         if not message:
             asyncio.get_running_loop().remove_reader(handover)
         for descriptor in descriptors:
             self._take_calls(socket.socket(fileno=descriptor))
 
-    def _take(self, handover: socket.socket, _: dict[str, Any], payload: bytes) -> None:
+    def _take(self, handover: socket.socket, header: dict[str, Any], payload: bytes) -> None:
+        if self._restarts.take(header):
+            return
         message = decode_from_child(payload)
         if isinstance(message, Listening):
             self._handover = handover
-            for subject in ("", *_REMEDIES):  # those of the child before, too
-                self._downgrades.end("streams", subject)
+            self._restarts.serves()
             _log.info("bulk process serves", pid=self._child and self._child.pid, port=self._port)
-        elif isinstance(message, Slower):
-            if message.cause:
-                self._report(message.subject, message.cause, is_logged=False)
-            else:
-                self._downgrades.end("streams", message.subject)
         elif isinstance(message, Pong):
             self._answers += 1
         else:
             self._broker.handle(message)
-
-    def _report(self, subject: _Subject, cause: str, *, is_logged: bool = True) -> None:
-        self._downgrades.report("streams", cause, _REMEDIES[subject], subject=subject, is_logged=is_logged)
 
     def _send(self, message: ToChild) -> None:
         if self._child is not None:

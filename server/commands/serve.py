@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from ..auth.credential_files import FileError
 from ..auth.file_checks import file_warnings, untrusted_files, untrusted_stores
 from ..config.loader import Loaded
 from ..config.remote import key_files_of
@@ -17,7 +18,7 @@ from ..process.crash_reporter import start_crash_reporter
 from ..process.limits import limit_findings, needs_of, raise_soft_limits, room
 from ..telemetry import logs
 from ..telemetry.downgrades import Downgrades
-from ..tier_host.key_file import KeyFileError, read_key_file
+from ..tier_host.key_file import read_key_file
 from .config import load
 from .console import EXIT_CONFIG, EXIT_FAILURE, refuse
 
@@ -69,7 +70,7 @@ def _key_file_problems(tiers: Sequence[TierConfig]) -> Iterator[str]:
     for name, path in key_files_of(tiers):
         try:
             read_key_file(path)
-        except KeyFileError as error:
+        except FileError as error:
             yield f"tier {name}: encryption_keys: {error}"
 
 

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..auth.tokens import TokensError, format_entry, new_token, read_token_file, token_hash
+from ..auth.credential_files import FileError
+from ..auth.tokens import format_entry, new_token, read_token_file, token_hash
 from .console import EXIT_FAILURE, EXIT_USAGE, complain, print_line, refuse
 
 __all__ = ["run"]
@@ -34,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
             _append(Path(options.file), entry)
         except OSError as error:
             return refuse([f"{options.file}: cannot be written: {error.strerror}"], EXIT_FAILURE)
-        except TokensError as error:
+        except FileError as error:
             return refuse([f"{error}"], EXIT_FAILURE)
         complain([f"{name}: the hash is in {options.file}; the token is printed on standard output only"])
     print_line(token)

@@ -7,7 +7,7 @@ The key of a setting is its path in the file: `limits.max_keys` is `max_keys` in
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +27,7 @@ __all__ = [
     "TIER_SETTINGS",
     "Setting",
     "TableError",
+    "read_address",
     "read_table",
     "settings_of",
 ]
@@ -135,6 +136,16 @@ _TYPE_NAMES: dict[Any, str] = {
     int | None: 'a whole number, or "off"',
     tuple[str, ...]: "a list of texts",
 }
+
+
+def read_address(table: Mapping[str, Any], key: str, example: str, parse: Callable[[str], Any]) -> Any:
+    """Returns a parsed address of the options. Raises `TableError` if it is absent or invalid."""
+    if key not in table:
+        raise TableError(f"options.{key}: must be given, like {example}")
+    try:
+        return parse(table[key])
+    except ValueError as error:
+        raise TableError(f"options.{key}: {error}") from None
 
 
 def _path(value: Any) -> Path:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
 from ...tiers.remote.mooncake_process import P2P, master_address
 from .annotations import InFlight, KeyFilePath, _duration, _setting
-from .fields import TableError, read_table, settings_of
+from .fields import TableError, read_address, read_table, settings_of
 from .units import MIB
 
 __all__ = ["MOONCAKE_OPTIONS", "MooncakeOptions", "read_mooncake_options"]
@@ -63,14 +63,9 @@ MOONCAKE_OPTIONS = settings_of(MooncakeOptions)
 def read_mooncake_options(table: Mapping[str, Any]) -> MooncakeOptions:
     """Returns the checked options of a tier. Raises `TableError`."""
     given = read_table(table, MOONCAKE_OPTIONS, "options.")
-    if "master" not in given:
-        raise TableError("options.master: must be given, like HOST:50051")
-    try:
-        master_address(given["master"])
-    except ValueError as error:
-        raise TableError(f"options.master: {error}") from None
-    metadata = given.get("metadata", P2P)
-    if metadata != P2P and not (urlsplit(metadata).scheme in ("http", "https") and urlsplit(metadata).hostname):
+    read_address(given, "master", "HOST:50051", master_address)
+    metadata: SplitResult = read_address({"metadata": P2P, **given}, "metadata", "", urlsplit)
+    if metadata.geturl() != P2P and not (metadata.scheme in ("http", "https") and metadata.hostname):
         raise TableError(f"options.metadata: must be {P2P}, or a URL like http://HOST:PORT/metadata")
     if "device" in given and given.get("protocol") != "rdma":
         raise TableError('options.device: only for protocol = "rdma"')

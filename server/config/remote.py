@@ -10,7 +10,7 @@ import msgspec
 
 from ...tiers.remote.valkey import ValkeyAddress
 from .annotations import InFlight, KeyFilePath, _duration, _setting
-from .fields import TableError, read_table, settings_of
+from .fields import TableError, read_address, read_table, settings_of
 from .mooncake import MooncakeOptions, read_mooncake_options
 from .s3 import S3Options, read_s3_options
 from .schema import TierConfig
@@ -80,12 +80,7 @@ def read_remote_options(tier_type: str, table: Mapping[str, Any]) -> ValkeyOptio
 
 def read_valkey_options(options: Mapping[str, Any]) -> ValkeyOptions:
     given = read_table(options, VALKEY_OPTIONS, "options.")
-    if "url" not in given:
-        raise TableError("options.url: must be given, like valkey://HOST:6379")
-    try:
-        address = ValkeyAddress.parse(given["url"])
-    except ValueError as error:
-        raise TableError(f"options.url: {error}") from None
+    address: ValkeyAddress = read_address(given, "url", "valkey://HOST:6379", ValkeyAddress.parse)
     for one, other in (("username", "password_file"), ("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
         if one in given and other not in given:
             raise TableError(f"options.{one}: needs options.{other}")

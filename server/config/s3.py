@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from ...tiers.remote.s3 import BucketAddress, BucketUrlError
+from ...tiers.remote.s3 import BucketAddress
 from .annotations import InFlight, KeyFilePath, _duration, _setting, _size
-from .fields import TableError, read_table, settings_of
+from .fields import TableError, read_address, read_table, settings_of
 from .units import MIB
 
 __all__ = ["S3_OPTIONS", "S3Options", "read_s3_options"]
@@ -73,14 +73,9 @@ S3_OPTIONS = settings_of(S3Options)
 def read_s3_options(table: Mapping[str, Any]) -> S3Options:
     """Returns the checked options of a tier. Raises `TableError`."""
     given = read_table(table, S3_OPTIONS, "options.")
-    if "url" not in given:
-        raise TableError("options.url: must be given, like s3://BUCKET/PREFIX")
-    try:
-        address = BucketAddress.parse(given["url"])
-    except BucketUrlError as error:
-        raise TableError(f"options.url: {error}") from None
+    address: BucketAddress = read_address(given, "url", "s3://BUCKET/PREFIX", BucketAddress.parse)
     if "endpoint" in given:
-        endpoint = urlsplit(given["endpoint"])
+        endpoint: SplitResult = read_address(given, "endpoint", "", urlsplit)
         if endpoint.scheme not in ("http", "https") or not endpoint.hostname or "@" in endpoint.netloc:
             raise TableError("options.endpoint: must be like https://HOST:PORT, without credentials")
     if "region" in given and address.scheme != "s3":

@@ -11,7 +11,8 @@ from typing import Any
 
 from ...cuda.device.exports import DeviceExport
 from ...cuda.host.region import HostRegion
-from ..process.child import Child, RestartBackoff
+from ...protos.backoff import Backoff
+from ..process.child import Child
 from ..refused import Refused
 from ..telemetry.logs import get_logger
 from .plan_codec import Groups, pack_plan
@@ -21,6 +22,8 @@ __all__ = ["CopyPlan", "CopyWorkerClient"]
 _log = get_logger(__name__)
 
 _START_SECONDS = 60.0
+_GOOD_SECONDS = 60.0
+"""After such a run, the next start has the first delay again."""
 _PATIENCE_SECONDS = 1.0
 """Maximum time that a registration waits for the restart of a copy worker."""
 _OVERDUE_SECONDS = 30.0
@@ -53,7 +56,7 @@ class CopyWorkerClient:
         self._driver = driver
         self._region = region
         self._on_ended = ended
-        self._backoff = RestartBackoff()
+        self._backoff = Backoff(0.1, 30.0)
         self._starting = asyncio.Lock()
         self._process: Child | None = None
         self._child: Child | None = None  # set when the process is ready
@@ -132,7 +135,7 @@ class CopyWorkerClient:
             self._start_waiters -= 1
 
     async def _start(self) -> None:
-        pause = self._backoff.remaining()
+        pause = self._backoff.remaining(time.monotonic())
         if pause > _PATIENCE_SECONDS:
             raise Refused(
                 "DEVICE_UNAVAILABLE", f"the device copy worker is restarted in {pause:.0f} s: {self._last_error}"
@@ -169,7 +172,8 @@ class CopyWorkerClient:
         if self._child is child:
             self._child = None
             _log.error("device copy worker has ended", device=self.device, pid=child.pid, exit_code=code)
-        self._backoff.ended(time.monotonic() - started)
+        now = time.monotonic()
+        self._backoff.ended(now, was_good=now - started >= _GOOD_SECONDS)
         self._on_ended()
         lost = Refused("DEVICE_LOST", "the device copy worker has ended: register again")
         for future in (*self._answers.values(), *([self._ready] if self._ready is not None else ())):

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from ...protos.credentials import Credentials, CredentialsError
 from ...protos.endpoint import Endpoint
+from ..auth.credential_files import FileError
 from ..auth.file_checks import file_warnings, untrusted_files, untrusted_stores
 from ..auth.tls import TlsError, TlsFiles, last_expiry, read_files
-from ..auth.tokens import TokensError, read_token_file
+from ..auth.tokens import read_token_file
 from ..config.peers import PeersConfig
 from ..config.remote import key_files_of
 from ..config.units import human_age
-from ..tier_host.key_file import KeyFileError, read_key_file
+from ..tier_host.key_file import read_key_file
 from .finding import CheckContext, CheckResult, fail, ok, warn
 
 __all__ = ["trust"]
@@ -103,7 +104,7 @@ def _for(left: float | None) -> str:
 def _tokens(path: Path) -> Iterator[CheckResult]:
     try:
         directory = read_token_file(path)
-    except TokensError as error:
+    except FileError as error:
         yield fail(
             str(error), _NO_START, f"correct auth.tokens or the file; user {os.getuid()} must be able to read the file"
         )
@@ -127,7 +128,7 @@ def _tokens(path: Path) -> Iterator[CheckResult]:
 def _keys(tier: str, path: Path) -> CheckResult:
     try:
         read_key_file(path)
-    except KeyFileError as error:
+    except FileError as error:
         return fail(
             f"tier {tier}: {error}",
             _NO_START,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ...tiers.base import NamespaceId
 from ...tiers.core.event_log import event_scope
 from ..config.events import EventConfig
-from ..process.child import Child, RestartBackoff
+from ..process.child import Child, Restarts
 from ..telemetry.downgrades import Downgrades
 from ..telemetry.logs import get_logger
 from .reader_keys import MAX_TENANTS, ReaderKeyFile
@@ -27,6 +27,7 @@ _MAX_UNTAKEN = 64
 _KEYS_SECONDS = 1.0
 _END_SECONDS = 1.0
 _REMEDIES = {
+    "": "see the log lines of this process",
     "priority": "permit the system call setpriority",
     "accept": "raise the number of open files of the server",
 }
@@ -39,12 +40,13 @@ class ReaderProcess:
     def __init__(self, config: EventConfig, downgrades: Downgrades | None = None) -> None:
         """Opens the listening sockets. Raises PublisherError."""
         self._config = config
-        self._downgrades = downgrades or Downgrades()
+        downgrades = downgrades or Downgrades()
+        self._restarts = Restarts("the process for readers of events", "events", _REMEDIES, downgrades)
         self._child: Child | None = None
         self._untaken = 0
         self._room = asyncio.Event()
         with contextlib.ExitStack() as opened:
-            report = self._downgrades.reporter("events", "docs/events.md#publisher-of-the-server", subject="keys")
+            report = downgrades.reporter("events", "docs/events.md#publisher-of-the-server", subject="keys")
             self._keys = None if config.keys is None else ReaderKeyFile(config.keys, report)
             self._sockets = [
                 opened.enter_context(contextlib.closing(ReaderSocket(address)))
@@ -59,20 +61,12 @@ class ReaderProcess:
         The process keeps the messages. So after its end the numbers begin at 0 again, and `publish`
         begins with all blocks, as after a restart of the server.
         """
-        backoff = RestartBackoff()
-        while True:
-            began = time.monotonic()
-            try:
-                await self._run_once(publish)
-                cause = "it ended"
-            except OSError as error:
-                cause = str(error)
-                _log.warning("the process for readers of events failed", error=cause)
-            backoff.ended(time.monotonic() - began)
-            text = f"no events are published, because the process for their readers does not run: {cause}"
-            self._downgrades.report("events", text, "see the log lines of this process", is_logged=False)
-            _log.warning("the process for readers of events has ended", retry_seconds=backoff.remaining())
-            await asyncio.sleep(backoff.remaining())
+
+        def ended(retry_seconds: float) -> str:
+            _log.warning("the process for readers of events has ended", retry_seconds=retry_seconds)
+            return "no events are published, because the process for their readers does not run"
+
+        await self._restarts.run(partial(self._run_once, publish), ended, most=30.0, good=60.0)
 
     async def send(self, namespace: NamespaceId, topic: bytes, payload: bytes) -> None:
         """Sends a message about blocks of a namespace; waits while the process is busy."""
@@ -96,8 +90,7 @@ class ReaderProcess:
             self._child, self._untaken = child, 0
             self._room.set()
             child.send(self._setup())
-            for subject in ("", *_REMEDIES):  # those of the process before, too
-                self._downgrades.end("events", subject)
+            self._restarts.serves()
             _log.info("events are published", address=self._config.publish, pid=child.pid)
             tasks = [asyncio.ensure_future(each) for each in (publish(), self._send_keys(child))]
             await child.hung_up()
@@ -129,12 +122,9 @@ class ReaderProcess:
             await asyncio.sleep(_KEYS_SECONDS)
 
     def _take(self, header: dict[str, Any], _body: bytes) -> None:
-        if "slower" in header:
-            subject = header["subject"]
-            self._downgrades.reporter("events", _REMEDIES[subject], subject=subject)(header["slower"])
-            return
-        self._untaken -= 1
-        self._room.set()
+        if not self._restarts.take(header):
+            self._untaken -= 1
+            self._room.set()
 
 
 def _as_text(readers: Mapping[bytes, bytes | None]) -> dict[str, str | None]:

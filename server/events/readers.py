@@ -54,11 +54,9 @@ class ReaderServer:
     ) -> None:
         """`secret`: key with which TCP connections are authenticated; empty: they are not.
 
-        `report` reports why connections are not accepted; an empty text means that they are again.
+        `report` gets at each attempt why a connection is not accepted; an empty text if it is.
         """
         self._report = report
-        self._not_accepted = ""
-        """Cause that was reported last."""
         self._max_bytes = max_bytes
         self._messages: dict[bytes | None, RecentMessages] = {None: RecentMessages(max_bytes)}
         """Messages by tenant, and those of all. So the numbers that a reader sees have no gaps."""
@@ -141,25 +139,17 @@ class ReaderServer:
             except BlockingIOError:
                 return
             except OSError as error:  # such as too many open files
-                self._report_accept(f"connections of readers of events are not accepted: {error}")
+                self._report(f"connections of readers of events are not accepted: {error}")
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listener)
                 loop.call_later(_NO_DESCRIPTORS_SECONDS, self.listen, listener, kind)
                 return
-            self._report_accept("")
+            self._report("")
             accepted.setblocking(False)
             accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             address = "" if listener.family == socket.AF_UNIX else network_of(where[0])
             connection = kind(self, accepted, address, self._messages[None])
             self._begin(connection, is_tcp=listener.family != socket.AF_UNIX)
-
-    def _report_accept(self, cause: str) -> None:
-        """Logs and reports the cause when it begins or changes, and reports its end."""
-        if cause != self._not_accepted:
-            self._not_accepted = cause
-            if cause:
-                _log.warning(cause)
-            self._report(cause)
 
     def _begin(self, connection: ReaderConnection, *, is_tcp: bool) -> None:
         if len(self._new) >= _MAX_NEW:
@@ -210,11 +200,7 @@ def _limit_resources(max_readers: int, max_bytes: int) -> None:
 async def _serve(channel: Channel, listeners: list[tuple[int, type[ReaderConnection]]], setup: dict[str, Any]) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
-
-    def report(cause: str) -> None:
-        with contextlib.suppress(OSError):
-            channel.send({"slower": cause, "subject": "accept"})
-
+    report = partial(channel.slower, "accept")
     server = ReaderServer(setup["buffer"], setup["max_readers"], bytes.fromhex(setup["secret"]), report=report)
 
     def handle(header: dict[str, Any], body: bytes) -> None:
@@ -250,9 +236,8 @@ def main(socket_fd: int, publish_fds: Sequence[int], replay_fds: Sequence[int] =
     try:
         os.nice(_NICE)
     except OSError as error:  # a sandbox may forbid it
-        cause = f"readers of events may delay calls, because their process has the server's priority: {error}"
-        _log.warning(cause)
-        channel.send({"slower": cause, "subject": "priority"})
+        text = f"readers of events may delay calls, because their process has the server's priority: {error}"
+        channel.slower("priority", text)
     setup, _ = next(iter(channel))
     _limit_resources(setup["max_readers"], setup["buffers"] * setup["buffer"])
     listeners: list[tuple[int, type[ReaderConnection]]] = [(fd, SubscriberConnection) for fd in publish_fds]

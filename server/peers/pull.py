@@ -10,10 +10,10 @@ from ...client.part_streams import PartReceiver
 from ...client.session.session import ClientSession
 from ...client.session.socket_calls import SocketTarget
 from ...client.transport.socket_streams import SocketStreams
+from ...protos.buffers import address_of
 from ...protos.credentials import Credentials
 from ...protos.v1 import common_pb2, session_pb2, transfer_pb2
 from ...tiers.base import Outcome
-from ...tiers.storage.buffers import writable_address_of
 
 __all__ = ["PeerStreams", "outcome_of"]
 
@@ -62,7 +62,8 @@ class PeerStreams:
 
         Raises `KVTierError`; the content of the parts is then undefined.
         """
-        sink = _OrderedReceiver([writable_address_of(part) for part in parts], [part.nbytes for part in parts])
+        addresses = [address_of(part, writable=True) for part in parts]
+        sink = _OrderedReceiver(addresses, [part.nbytes for part in parts])
         request = transfer_pb2.PullRequest(session=self.session.ref, lease_id=lease_id, items=items)
         self._streams.pull(Pull(self.session, request, sink, seconds))
         sink.check_complete()

@@ -10,44 +10,75 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self
 
-from ...tiers.storage.service_signals import without_signals
+from ...protos.backoff import Backoff
+from ...tiers.storage.service_signals import start_module
+from ..telemetry.downgrades import Downgrades, Feature
 from ..telemetry.logs import get_logger
 from .child_main import SIZES_BYTES, pack, read_sizes, split_level, unpack
 
-__all__ = ["Child", "RestartBackoff"]
+__all__ = ["Child", "Restarts"]
 
 _log = get_logger(__name__)
 
 _STDERR_LINE_BYTES = 64 << 10
 
 
-class RestartBackoff:
-    """Restart delay of a child: `first`, doubled after each short run up to `most`."""
+class Restarts:
+    """Keeps a child running, and shows its downgrades as those of a feature."""
 
-    def __init__(self, first: float = 0.1, most: float = 30.0, good: float = 60.0) -> None:
-        """All values are seconds. After a run of at least `good` seconds the delay is `first`."""
-        self._first, self._most, self._good = first, most, good
-        self._pause = 0.0
-        self._due = 0.0
+    def __init__(self, name: str, feature: Feature, remedies: Mapping[str, str], downgrades: Downgrades | None) -> None:
+        """`remedies`: what an operator can do, by subject; "" if the child does not run."""
+        self._name = name
+        self._feature: Feature = feature
+        self._remedies = remedies
+        self._downgrades = downgrades or Downgrades()
 
-    def remaining(self) -> float:
-        """Returns the seconds until the next start is due."""
-        return max(0.0, self._due - time.monotonic())
+    async def run(
+        self, run_once: Callable[[], Awaitable[None]], ended: Callable[[float], str], most: float, good: float
+    ) -> None:
+        """Runs the child again and again until it is cancelled.
 
-    def ended(self, lived: float) -> None:
-        """Records the end of a child that has run for `lived` seconds."""
-        self._pause = self._first if lived >= self._good else min(self._most, max(self._first, 2 * self._pause))
-        self._due = time.monotonic() + self._pause
+        `run_once` returns or raises when the child has ended. Then `ended` gets the seconds until
+        the next start, and returns what is absent until then. Each run of less than `good` seconds
+        doubles these seconds, from 0.1 up to `most`.
+        """
+        backoff = Backoff(0.1, most)
+        while True:
+            began = time.monotonic()
+            try:
+                await run_once()
+                cause = "it ended"
+            except (OSError, RuntimeError, ValueError) as error:  # such as no thread available
+                cause = str(error)
+                _log.warning(f"{self._name} failed", error=cause)
+            now = time.monotonic()
+            backoff.ended(now, was_good=now - began >= good)
+            self.report("", f"{ended(backoff.remaining(now))}: {cause}", is_logged=False)
+            await asyncio.sleep(backoff.remaining(now))
+
+    def serves(self) -> None:
+        """Ends the downgrades of the child before."""
+        for subject in self._remedies:
+            self.report(subject, "")
+
+    def take(self, header: Mapping[str, Any]) -> bool:
+        """Returns whether a message of the child is a report of `Channel.slower`; records it."""
+        if (cause := header.get("slower")) is None:
+            return False
+        self.report(header["subject"], cause, is_logged=False)
+        return True
+
+    def report(self, subject: str, cause: str, *, is_logged: bool = True) -> None:
+        """Begins a downgrade, or ends it if `cause` is empty."""
+        remedy = self._remedies[subject]
+        self._downgrades.report(self._feature, cause, remedy, subject=subject, is_logged=is_logged)
 
 
 class Child:
@@ -81,7 +112,7 @@ class Child:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                process = _run(module, theirs.fileno(), arguments, fds)
+                process = start_module(module, [str(theirs.fileno()), *arguments], [theirs.fileno(), *fds])
         except BaseException:
             ours.close()
             raise
@@ -227,27 +258,8 @@ class _Receiver(asyncio.Protocol):
             self._ended.set_result(None)
 
 
-def _run(module: str, connection: int, arguments: Sequence[str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    with without_signals():
-        return subprocess.Popen(  # noqa: S603 - our own interpreter and arguments
-            # -P: a folder `cuda` in the current directory must not shadow NVIDIA's package.
-            [sys.executable, "-P", "-m", module, str(connection), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=[connection, *fds],
-            env=os.environ | {"PYTHONPATH": _python_path()},
-        )
-
-
 async def _line_of(reader: asyncio.StreamReader) -> bytes:
     try:
         return await reader.readline()
     except ValueError:  # the line is longer than the limit
         return await reader.read(_STDERR_LINE_BYTES) or b"\n"
-
-
-def _python_path() -> str:
-    """Returns a PYTHONPATH with which a child can import this package."""
-    own = str(Path(__file__).absolute().parents[3])
-    return os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), own])

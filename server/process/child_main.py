@@ -6,6 +6,7 @@ log lines, so that a child starts fast.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -57,11 +58,21 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._sending = threading.Lock()
+        self._slower: dict[str, str] = {}
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
         """Sends a message; may block. Raises `OSError` if the server has ended."""
         with self._sending:
             self._connection.sendall(pack(header, payload))
+
+    def slower(self, subject: str, cause: str = "") -> None:
+        """Logs and reports a downgrade when it begins or its cause changes, and reports its end."""
+        if self._slower.get(subject, "") != cause:
+            self._slower[subject] = cause
+            if cause:
+                logging.getLogger(__name__).warning(cause)
+            with contextlib.suppress(OSError):  # the server has ended
+                self.send({"slower": cause, "subject": subject})
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], bytes]]:
         """Yields messages until the server closes the socket."""

@@ -62,9 +62,13 @@ class Downgrades:
     def report(self, feature: Feature, cause: str, remedy: str, *, subject: str = "", is_logged: bool = True) -> None:
         """Records a downgrade, and replaces that of the same feature and subject.
 
+        Without `cause` it ends that downgrade.
         `subject` names one of several affected objects, such as another server. Without `is_logged`
         the caller has logged the cause.
         """
+        if not cause:
+            self.end(feature, subject)
+            return
         cause = cause[:_MAX_CAUSE_CHARACTERS]
         found = Downgrade(feature, cause, remedy)
         with self._lock:
@@ -79,14 +83,7 @@ class Downgrades:
 
     def reporter(self, feature: Feature, remedy: str, *, subject: str) -> Report:
         """Returns the function by which code that does not know this registry reports."""
-
-        def report(cause: str) -> None:
-            if cause:
-                self.report(feature, cause, remedy, subject=subject, is_logged=False)
-            else:
-                self.end(feature, subject)
-
-        return report
+        return lambda cause: self.report(feature, cause, remedy, subject=subject, is_logged=False)
 
     def all(self) -> list[Downgrade]:
         """Returns the current downgrades in the order of their beginning."""

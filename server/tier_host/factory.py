@@ -16,10 +16,11 @@ import msgspec
 from ...cuda.host.region import HostRegion
 from ...tiers.base import Medium, SecondaryTier, TierError, TierOpenError
 from ...tiers.remote.value_codec import ValueCodec
+from ..auth.credential_files import FileError
 from ..config.remote import read_remote_options
 from ..config.schema import TierConfig
 from .guard import describe_error, safe_repr
-from .key_file import KeyFile, KeyFileError
+from .key_file import KeyFile
 
 __all__ = ["open_on_thread", "open_tier", "share_region", "tier_class"]
 
@@ -129,7 +130,7 @@ def _encrypted(key_file: Path) -> ValueCodec:
 
     try:
         return EncryptedValues(KeyFile(key_file))
-    except KeyFileError as error:
+    except FileError as error:
         raise TierOpenError(f"encryption_keys: {error}") from None
 
 

@@ -104,7 +104,7 @@ class LiveEngine:
             now = time.monotonic()
             return (
                 all(client.epoch == epoch for client in (remote._client, *worker._clients))
-                and now >= max(remote._circuit_open_until, worker._saves_paused_until)
+                and not (remote.circuit.is_open or worker._saves_circuit.is_open)
                 and (walk is None or walk._backoff.is_over(now))
             )
 

@@ -220,7 +220,7 @@ def test_a_hung_server_holds_nothing_up(server: ServerProcess, transport: str) -
         server.signal(signal.SIGCONT)
         engine.until(
             lambda: bool(
-                engine.tier._client and engine.tier._client.connected and not engine.tier._lookups.circuit_open
+                engine.tier._client and engine.tier._client.connected and not engine.tier._lookups.circuit.is_open
             )
         )  # type: ignore[union-attr]
         engine.run("after", others)
@@ -255,7 +255,9 @@ def test_a_server_killed_between_submit_and_finish_fails_the_job(server: ServerP
         assert engine.read(context, others) == [content_of(key) for key in others]
         engine.manager.on_request_finished(context)
         _start(server)
-        engine.until(lambda: bool(engine.tier._client and engine.tier._client.connected and not lookups.circuit_open))
+        engine.until(
+            lambda: bool(engine.tier._client and engine.tier._client.connected and not lookups.circuit.is_open)
+        )
         later = request_of("later", stored)
         engine.manager.on_new_request(later)
         assert engine.find(later, stored) == [HIT] * 8

@@ -17,6 +17,7 @@ from kvtier.protos.v1.common_pb2 import PackedKeys
 from kvtier.protos.wire import packed_keys
 from kvtier.protos.wire import socket_frames as frames
 from kvtier.server.auth import tokens
+from kvtier.server.auth.credential_files import FileError
 from kvtier.server.bulk import messages
 from kvtier.server.config.loader import load
 from kvtier.server.config.schema import ConfigError
@@ -56,7 +57,7 @@ class Parsers:
             (self._child, _BAD),
             (messages.decode_to_child, _BAD),
             (messages.decode_from_child, _BAD),
-            (self._tokens, (tokens.TokensError,)),
+            (self._tokens, (FileError,)),
             (self._config, (ConfigError,)),
             (
                 lambda data: lmdb_format.BlockRecord.unpack(b"name", _with_checksum(data)),

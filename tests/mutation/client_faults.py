@@ -109,7 +109,7 @@ CLIENT_FAULTS = (
     ),
     Fault(
         "a refused request opens the circuit",
-        _CALLS,
+        "client/engines/vllm/background.py",
         "if not isinstance(error, (InvalidRequest, LimitExceeded)):",
         "if True:",
     ),
@@ -358,7 +358,7 @@ CLIENT_FAULTS = (
     Fault(
         "a client retries as often as in the beginning",
         "client/session/connection.py",
-        "                self._report(error)\n                delay = min(2 * delay, _LAST_RETRY_SECONDS)",
+        "                self._report(error)\n                backoff.grow()",
         "                self._report(error)",
     ),
     Fault(

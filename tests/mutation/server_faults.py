@@ -302,8 +302,8 @@ SERVER_FAULTS = (
     Fault(
         "a broken token file removes all tokens",
         "server/auth/authenticator.py",
-        "        except TokensError as error:\n",
-        "        except TokensError as error:\n            self._token_file = None\n",
+        "return None if self._file is None else self._file.content",
+        "return None if self._file is None or self._file._refusal else self._file.content",
     ),
     Fault(
         "each refusal is a line of the audit log",

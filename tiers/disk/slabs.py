@@ -15,8 +15,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
+from ...protos.buffers import address_of, copy_from
 from ..lmdb.environment import sync_directory
-from ..storage.buffers import address_of, copy_from, writable_address_of
 from .format import PAGE_BYTES, PagePiece, PageRun
 from .slab_file import SlabFile
 
@@ -221,6 +221,6 @@ def _cut(piece: PagePiece) -> Iterator[_Move]:
 def _copy(target: memoryview, source: memoryview) -> None:
     """Copies to the start of `target`. Releases the GIL for a large copy."""
     if source.nbytes > PAGE_BYTES:
-        copy_from(writable_address_of(target), source)
+        copy_from(address_of(target, writable=True), source)
     else:
         target[: source.nbytes] = source

@@ -9,8 +9,8 @@ from typing import Any
 
 import lmdb
 
+from ...protos.buffers import address_of
 from ..base import BlockBytes, Outcome
-from ..storage.buffers import address_of
 from ..storage.checksum import checksum_of
 from .environment import Environment
 from .format import (

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Self
 
+from ...protos.backoff import Backoff
+
 __all__ = ["AvoidedNames", "ByteBudget", "CircuitBreaker"]
 
 FAILURES = 2
@@ -68,8 +70,8 @@ class CircuitBreaker:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._failures = self._probes = 0
-        self._probe_at = 0.0
+        self._failures = 0
+        self._probes = Backoff(PROBE_SECONDS, MAX_PROBE_SECONDS)
         self.reason = ""
         """Text of the last failure."""
 
@@ -80,37 +82,36 @@ class CircuitBreaker:
     @property
     def is_idle(self) -> bool:
         """Whether it may be replaced by a new one: it is closed, or was not asked for a minute."""
-        return not self.is_open or self._clock() > self._probe_at + _IDLE_SECONDS
+        return not self.is_open or self._clock() > self._probes.until + _IDLE_SECONDS
 
     def permits(self) -> bool:
         """Returns whether a call may be made. The caller must then report how it ended."""
         with self._lock:
             if not self.is_open:
                 return True
-            if self._clock() < self._probe_at:
-                return False
-            self._probes += 1
-            self._probe_at = self._clock() + self._pause()
-            return True
+            now = self._clock()
+            if is_over := self._probes.is_over(now):
+                self._probes.grow()
+                self._probes.start(now)
+            return is_over
 
     def succeeded(self) -> None:
-        self._failures = self._probes = 0
+        with self._lock:
+            self._failures = 0
+            self._probes.reset()
 
     def failed(self, reason: str) -> None:
         with self._lock:
             self._failures += 1
             self.reason = reason
-            self._probe_at = self._clock() + self._pause()
+            self._probes.start(self._clock())
 
     def undecided(self) -> None:
         """Called if a call was given up so early that it shows nothing: permits another probe."""
         with self._lock:
-            if self.is_open and self._probes:
-                self._probes -= 1
-                self._probe_at = self._clock()
-
-    def _pause(self) -> float:
-        return min(PROBE_SECONDS * 2.0 ** min(self._probes, 10), MAX_PROBE_SECONDS)
+            if self.is_open and self._probes.delay > PROBE_SECONDS:
+                self._probes.delay /= 2
+                self._probes.until = self._clock()
 
 
 class ByteBudget:

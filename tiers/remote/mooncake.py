@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ...protos.buffers import address_of, copy_from
 from ..base import Outcome, TierOpenError
-from ..storage.buffers import address_of, copy_from
 from . import value_codec
 from .mooncake_child import LENGTH, REGION, STAGING, read_exactly
 from .mooncake_process import (

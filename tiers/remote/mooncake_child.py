@@ -141,6 +141,7 @@ def read_exactly(connection: socket.socket, nbytes: int) -> bytes:
 
 def _start(settings: dict[str, str]) -> Any:
     """Connects to the master; returns the client. Takes 90 s if the master does not answer."""
+    os.environ["MC_STORE_CLIENT_METRIC"] = "0"  # no metrics of its own
     store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
     code = store.setup(
         settings["local_host"],

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...protos.endpoint import EndpointError, parse_endpoint
 from ..base import TierOpenError
-from ..storage.service_signals import without_signals
+from ..storage.service_signals import start_module
 from .limits import AvoidedNames
 from .mooncake_child import READY
 from .object_store import StoreUnavailableError
@@ -31,6 +30,7 @@ __all__ = [
     "require_mooncake",
 ]
 
+_MODULE = "kvtier.tiers.remote.mooncake_child"
 P2P = "P2PHANDSHAKE"
 """Value of `metadata` for nodes that exchange their addresses directly."""
 
@@ -77,11 +77,10 @@ class Region:
 
 def master_address(text: str) -> tuple[str, int]:
     """Returns host and port. Raises ValueError."""
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError("must be like HOST:PORT")
-    return host, int(port)
+    with contextlib.suppress(EndpointError):
+        if (endpoint := parse_endpoint(text)).port:
+            return endpoint.host, endpoint.port
+    raise ValueError("must be like HOST:PORT")
 
 
 def require_mooncake() -> None:
@@ -263,17 +262,8 @@ class MooncakeChild:
         fd, nbytes = (region.fd, region.size_bytes) if region is not None else (-1, 0)
         options = {name: getattr(settings, name) for name in ("master", "metadata", "protocol")}
         options |= {"device": settings.device or "", "local_host": local_host}
-        command = [sys.executable, "-m", "kvtier.tiers.remote.mooncake_child"]
+        arguments = [str(theirs), str(fd), str(nbytes), json.dumps(options)]
+        fds = [theirs, *([fd] if nbytes else [])]
         with contextlib.ExitStack() as files:
             log = files.enter_context(settings.log.open("ab")) if settings.log is not None else subprocess.DEVNULL
-            files.enter_context(without_signals())
-            # The thread that makes this call lives as long as the process: the kernel kills the
-            # process when the thread ends.
-            return subprocess.Popen(  # noqa: S603 - the program is this interpreter
-                [*command, str(theirs), str(fd), str(nbytes), json.dumps(options)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs, *([fd] if nbytes else [])],
-                env=os.environ | {"MC_STORE_CLIENT_METRIC": "0"},
-            )
+            return start_module(_MODULE, arguments, fds, stdout=log, stderr=log)

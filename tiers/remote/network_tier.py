@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
 from ..base import BlockBytes, Entry, Medium, NamespaceId, RequestInfo, SecondaryTier, TierError, Vote
 from ..negotiation import vote
@@ -18,7 +19,7 @@ from .limits import ByteBudget, CircuitBreaker
 from .object_store import NotAskedError, StoreUnavailableError
 from .value_codec import ValueCodec, is_name
 
-__all__ = ["NetworkTier", "RemoteLimits"]
+__all__ = ["NetworkTier", "RemoteLimits", "split_url"]
 
 T = TypeVar("T")
 
@@ -38,6 +39,16 @@ class RemoteLimits:
     deadline_seconds: float = 0.25
     ttl_seconds: float = 7 * 86400.0
     in_flight_bytes: int = 64 << 20
+
+
+def split_url(url: str, schemes: Collection[str], refusal: str) -> SplitResult:
+    """Splits a store's URL. Raises ValueError: with `refusal` for credentials and parameters."""
+    parts = urlsplit(url)
+    if parts.scheme not in schemes:
+        raise ValueError(f"must begin with {', '.join(f'{scheme}://' for scheme in schemes)}")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError(refusal)
+    return parts
 
 
 class NetworkTier(SecondaryTier):

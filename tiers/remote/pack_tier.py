@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ...protos.buffers import address_of, copy_from
 from ..base import BlockBytes, NamespaceId, Outcome, TierError
 from ..storage.batching import batches
-from ..storage.buffers import copy_from, writable_address_of
 from . import value_codec
 from .bucket import Bucket, ObjectMissingError, StoreFullError
 from .network_tier import NetworkTier, RemoteLimits
@@ -330,7 +330,7 @@ def _join(pieces: Sequence[bytes | memoryview], buffer: memoryview) -> None:
     at = 0
     for piece in pieces:
         if piece:
-            copy_from(writable_address_of(buffer[at:]), memoryview(piece))
+            copy_from(address_of(buffer[at:], writable=True), memoryview(piece))
             at += len(piece)
 
 
@@ -339,7 +339,7 @@ def _divide(value: memoryview, pieces: Sequence[memoryview]) -> None:
     for piece in pieces:
         some, value = value[: piece.nbytes], value[piece.nbytes :]
         if some.nbytes:
-            copy_from(writable_address_of(piece), some)
+            copy_from(address_of(piece, writable=True), some)
 
 
 def _by_namespace(names: Sequence[tuple[NamespaceId, bytes]]) -> dict[NamespaceId, list[bytes]]:

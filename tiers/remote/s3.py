@@ -12,27 +12,22 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Self
-from urllib.parse import urlsplit
 
 from ..base import TierOpenError
 from . import value_codec
 from .bucket import Bucket, import_obstore
-from .network_tier import RemoteLimits
+from .network_tier import RemoteLimits, split_url
 from .object_store import StoreUnavailableError
 from .pack_tier import PackTier
 from .value_codec import ValueCodec
 
-__all__ = ["BucketAddress", "BucketOptions", "BucketUrlError", "S3Tier", "open_bucket"]
+__all__ = ["BucketAddress", "BucketOptions", "S3Tier", "open_bucket"]
 
 SCHEMES = ("s3", "gs", "az", "file")
 CREDENTIAL_SECONDS = 300.0
 """A file with credentials of S3 is read again after this time."""
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}", re.ASCII)
 _PREFIX = re.compile(r"[\w.!*'()/-]*", re.ASCII)
-
-
-class BucketUrlError(ValueError):
-    """The address of a bucket is invalid. The message never contains credentials."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +45,12 @@ class BucketAddress:
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Parses a URL. Raises BucketUrlError."""
-        parts = urlsplit(url)
-        if parts.scheme not in SCHEMES:
-            raise BucketUrlError(f"must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)}")
-        if "@" in parts.netloc or parts.query or parts.fragment:
-            raise BucketUrlError(
-                "must contain neither credentials nor parameters; use `credentials_file` or the environment"
-            )
+        """Parses a URL. Raises ValueError; the message never contains credentials."""
+        refusal = "must contain neither credentials nor parameters; use `credentials_file` or the environment"
+        parts = split_url(url, SCHEMES, refusal)
         if parts.scheme == "file":
             if parts.netloc or not parts.path.startswith("/"):
-                raise BucketUrlError("must be like file:///DIRECTORY")
+                raise ValueError("must be like file:///DIRECTORY")
             return cls("file", parts.path, "")
         path = parts.path.strip("/")
         bucket = parts.netloc
@@ -73,7 +63,7 @@ class BucketAddress:
             or "//" in path
         ):
             form = "az://ACCOUNT/CONTAINER/PREFIX" if parts.scheme == "az" else f"{parts.scheme}://BUCKET/PREFIX"
-            raise BucketUrlError(f"must be like {form}")
+            raise ValueError(f"must be like {form}")
         return cls(parts.scheme, bucket, f"{path}/" if path else "")
 
     def __str__(self) -> str:
@@ -121,7 +111,7 @@ class S3Tier(PackTier):
         """Connects on first use. Raises `TierOpenError`: no library, or the URL is invalid."""
         try:
             address = BucketAddress.parse(url)
-        except BucketUrlError as error:
+        except ValueError as error:
             raise TierOpenError(f"url: {error}") from None
         options = BucketOptions(endpoint=endpoint, region=region, credentials_file=credentials_file, tls_ca=tls_ca)
         bucket = open_bucket(address, options, limits.deadline_seconds)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from ..base import TierOpenError
 from . import value_codec
 from .dialing import Dialer, ServerAddress
-from .network_tier import RemoteLimits
+from .network_tier import RemoteLimits, split_url
 from .remote_tier import RemoteTier
 from .valkey_nodes import ValkeyNodes
 from .valkey_store import ValkeyStore
@@ -40,12 +40,9 @@ class ValkeyAddress:
     @classmethod
     def parse(cls, url: str) -> Self:
         """Parses a URL. Raises ValueError; the message never contains a password."""
-        parts = urlsplit(url)
-        if parts.scheme not in _SCHEMES:
-            raise ValueError(f"must begin with {', '.join(f'{scheme}://' for scheme in _SCHEMES)}")
-        if "@" in parts.netloc:
-            raise ValueError("must not contain a user or password; use `username` and `password_file`")
-        if parts.query or parts.fragment or not _DATABASE.fullmatch(parts.path):
+        refusal = "must not contain a user or password, nor parameters; use `username` and `password_file`"
+        parts = split_url(url, _SCHEMES, refusal)
+        if not _DATABASE.fullmatch(parts.path):
             raise ValueError("must be like valkey://HOST:PORT or valkey://HOST:PORT/DATABASE")
         servers = tuple(map(_server, parts.netloc.split(",")))
         database = int(parts.path[1:] or 0)

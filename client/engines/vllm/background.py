@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from ... import InvalidRequest, LimitExceeded
 from ..failures import RateLimitedWarnings
 from .compat import init_logger
 
-__all__ = ["BackgroundThreads", "RateLimitedLog", "leave_compute_cores"]
+__all__ = ["BackgroundThreads", "Circuit", "RateLimitedLog", "leave_compute_cores"]
 
 logger = init_logger("vllm." + __name__)
+
+_CIRCUIT_OPEN_S = 2.0
 
 
 class RateLimitedLog(RateLimitedWarnings):
@@ -22,6 +25,22 @@ class RateLimitedLog(RateLimitedWarnings):
 
     def __init__(self, interval_s: float = 30.0) -> None:
         super().__init__(logger, interval_s)
+
+
+class Circuit:
+    """Pauses calls to a server that has just failed. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._open_until = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return time.monotonic() < self._open_until
+
+    def open(self, error: Exception | None = None) -> None:
+        """Pauses calls for 2 seconds, unless `error` concerns a single request."""
+        if not isinstance(error, (InvalidRequest, LimitExceeded)):
+            self._open_until = time.monotonic() + _CIRCUIT_OPEN_S
 
 
 class BackgroundThreads:

@@ -168,7 +168,7 @@ class TierLookups(RequestCalls):
         if now < request.waiting[key]:
             return Answer.UNKNOWN
         if request.sent_at.get(key, now) < now - self._timeout_s * _LATE_SHARE:
-            self.open_circuit()
+            self.circuit.open()
         self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s, so its request is computed")
         return self.miss(request, key)
 
@@ -215,7 +215,7 @@ class TierLookups(RequestCalls):
         `end_tokens`: by key, the token at which the chunk ends. The server skips keys that it does
         not have.
         """
-        if not request.registration.settings.skip_load and self._client.connected and not self.circuit_open:
+        if not request.registration.settings.skip_load and self._client.connected and not self.circuit.is_open:
             self.acquire(request.registration)
             until = time.monotonic() + _TOUCH_SECONDS
             self._control_thread.submit(lambda: self._touch(request, end_tokens, until))
@@ -262,11 +262,11 @@ class TierLookups(RequestCalls):
 
     def _run(self, batch: _LookupBatch) -> None:
         try:
-            if not batch.request.ended and not self.circuit_open and time.monotonic() < batch.deadline:
+            if not batch.request.ended and not self.circuit.is_open and time.monotonic() < batch.deadline:
                 batch.request.sent_at |= dict.fromkeys(batch.keys, time.monotonic())
                 self._look_up(batch)
         except KVTierError as error:
-            self.open_circuit(error)
+            self.circuit.open(error)
             self._log.warn("lookup", f"a lookup failed, so its request is computed: {error}")
         finally:
             # If the lookup did not end here, its request would wait for the whole timeout.
@@ -298,12 +298,12 @@ class TierLookups(RequestCalls):
             groups.setdefault(key[-_GROUP_BYTES:], []).append(key)
         try:
             for keys in groups.values():
-                if self.circuit_open or time.monotonic() >= until:
+                if self.circuit.is_open or time.monotonic() >= until:
                     break
                 # The server marks the leading keys that it has. Of windows it has the last ones.
                 _ = self._touch_prefix(request, keys) or self._touch_prefix(request, keys[::-1])
         except KVTierError as error:
-            self.open_circuit(error)
+            self.circuit.open(error)
             self._log.warn("touch", f"could not mark blocks as used: {error}")
         finally:
             self.release(request.registration)

@@ -147,11 +147,11 @@ class Transfers:
                 return
             if job.pins is None:
                 self._store(job)
-            elif not self._lookups.circuit_open:
+            elif not self._lookups.circuit.is_open:
                 self._load(job, job.pins)
         except KVTierError as error:
             if isinstance(error, Unavailable):
-                self._lookups.open_circuit(error)
+                self._lookups.circuit.open(error)
             self._log.warn("transfer", f"a {'store' if job.pins is None else 'load'} failed: {error}")
         except _Abandoned:
             self._log.warn("late", "a transfer took too long, so its chunks are computed (load) or not stored (store)")

@@ -14,7 +14,8 @@ from cryptography import x509
 from harness.certificates import Authority
 
 from kvtier.server.auth.certificates import certificate_names, entry_name, pem_names
-from kvtier.server.auth.tokens import TokensError, read_token_file
+from kvtier.server.auth.credential_files import FileError
+from kvtier.server.auth.tokens import read_token_file
 
 DNS, URI, EMAIL = x509.DNSName, x509.UniformResourceIdentifier, x509.RFC822Name
 
@@ -116,7 +117,7 @@ def test_two_spellings_of_one_name_are_one_entry(tmp_path: Path) -> None:
     path = tmp_path / "tokens.toml"
     entry = '[[certificates]]\nname = "dns:{}"\ntenant = "{}"\nroles = ["engine"]\n'
     path.write_text(entry.format("engine", "a") + entry.format("Engine.", "b"))
-    with pytest.raises(TokensError, match="listed twice"):
+    with pytest.raises(FileError, match="listed twice"):
         read_token_file(path)
 
 

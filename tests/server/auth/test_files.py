@@ -12,11 +12,11 @@ import pytest
 from harness.polling import wait_until
 
 from kvtier.server.auth import audit_log as audit_module
-from kvtier.server.auth import authenticator
 from kvtier.server.auth.audit_log import AuditLog
 from kvtier.server.auth.authenticator import Authenticator
+from kvtier.server.auth.credential_files import FileError
 from kvtier.server.auth.roles import CALLER, OWNER, Identity, Role
-from kvtier.server.auth.tokens import TokenFile, TokensError, format_entry, new_token, read_token_file, token_hash
+from kvtier.server.auth.tokens import TokenFile, format_entry, new_token, read_token_file, token_hash
 from kvtier.server.commands import token as token_command
 from kvtier.server.config.schema import AuthConfig, Config
 from kvtier.server.refused import Refused
@@ -86,15 +86,15 @@ SOUND = f'name = "n"\nhash = "{token_hash("t")}"\n'
 )
 def test_an_invalid_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     """The error is one line that names the file and never contains the token."""
-    with pytest.raises(TokensError, match=message) as error:
+    with pytest.raises(FileError, match=message) as error:
         read(tmp_path, text)
     assert "\n" not in str(error.value)
 
 
 def test_a_missing_or_too_large_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TokensError, match="cannot be read: No such file"):
+    with pytest.raises(FileError, match="cannot be read: No such file"):
         read_token_file(tmp_path / "none")
-    with pytest.raises(TokensError, match="is larger than"):
+    with pytest.raises(FileError, match="is larger than"):
         read(tmp_path, "#" * (5 << 20))
 
 
@@ -153,9 +153,9 @@ def test_a_file_is_read_once_its_mode_is_corrected(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patched:
 
         def unreadable(_: Path) -> TokenFile:
-            raise TokensError("cannot be read")
+            raise FileError("cannot be read")
 
-        patched.setattr(authenticator, "read_token_file", unreadable)
+        patched.setattr(who._file, "_read", unreadable)
         who.refresh()
     with pytest.raises(Refused):
         who.identify(token, [], is_local=False)

@@ -64,6 +64,7 @@ from kvtier.server.bulk.messages import Accepted, Caller, Greeting, decode_from_
 from kvtier.server.bulk.streams import StreamServer
 from kvtier.server.bulk.supervisor import BulkProcess
 from kvtier.server.config.schema import BulkConfig, LimitConfig
+from kvtier.server.process.child_main import Channel
 from kvtier.server.rpc.sockets import bind_tcp
 
 PART = 1 * MIB
@@ -434,14 +435,16 @@ def test_remote_clients_use_grpc_without_a_port(tmp_path: Path) -> None:
         assert client.transport == "grpc"
 
 
-class _AcceptingServer:
+class _AcceptingServer(Channel):
     """A server that accepts every hello and answers nothing else."""
 
     def __init__(self) -> None:
+        connection: Any = None
+        super().__init__(connection)
         self.broker: Any = None
 
-    def send(self, _: object, payload: bytes) -> None:
-        message = decode_from_child(payload)
+    def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
+        message = None if "slower" in header else decode_from_child(payload)
         if isinstance(message, Greeting):
             threading.Thread(target=self.broker._take, args=(Accepted(message.stream, "acme"),)).start()
 

@@ -13,31 +13,39 @@ import pytest
 from harness.polling import wait_until
 
 from kvtier.server.bulk.broker_client import BrokerClient
-from kvtier.server.bulk.messages import Listening, Slower, decode_from_child, encode
+from kvtier.server.bulk.messages import Listening, encode
 from kvtier.server.bulk.streams import StreamServer
 from kvtier.server.bulk.supervisor import BulkProcess
 from kvtier.server.config.schema import LimitConfig
+from kvtier.server.process.child_main import Channel
 from kvtier.server.rpc.attach import AttachServer
 from kvtier.server.telemetry.downgrades import Downgrades
 
 FULL = OSError(24, "Too many open files")
 
 
-class _Child:
+class _Child(Channel):
     """The bulk process, with the server's end of its messages."""
 
     def __init__(self) -> None:
-        self.sent: list[Any] = []
+        connection: Any = None
+        super().__init__(connection)
+        self.sent: list[dict[str, Any]] = []
         self.handover: Any = SimpleNamespace()
-        broker = BrokerClient(self)  # type: ignore[arg-type]
+        broker = BrokerClient(self)
         region: Any = None
         self.server = StreamServer(broker, region, LimitConfig(), self.handover)
 
-    def send(self, _: object, payload: bytes) -> None:
-        self.sent.append(decode_from_child(payload))
+    def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
+        assert not payload
+        self.sent.append(header)
 
     def __iter__(self) -> Any:
         return iter(())
+
+
+def _slower(subject: str, cause: str) -> dict[str, str]:
+    return {"slower": cause, "subject": subject}
 
 
 class _Failing:
@@ -67,7 +75,7 @@ def test_a_failed_accept_of_the_bulk_process(monkeypatch: pytest.MonkeyPatch) ->
     wait_until(lambda: len(child.sent) == 2)
     listener.ours.close()
     cause = f"connections for streams and calls over TCP are not accepted: {FULL}"
-    assert child.sent == [Slower("accept", cause), Slower("accept", "")]
+    assert child.sent == [_slower("accept", cause), _slower("accept", "")]
 
 
 def test_a_connection_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +92,7 @@ def test_a_connection_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (theirs.fileno() == -1) == fails
             theirs.close()
     cause = "a connection for streams is closed, because no thread can start: can't start new thread"
-    assert child.sent == [Slower("thread", cause), Slower("thread", "")]
+    assert child.sent == [_slower("thread", cause), _slower("thread", "")]
 
 
 def test_a_connection_for_calls_that_cannot_be_passed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +111,7 @@ def test_a_connection_for_calls_that_cannot_be_passed(monkeypatch: pytest.Monkey
         with contextlib.suppress(OSError):
             child.server._accept_client(ours)  # type: ignore[arg-type]
     cause = f"a connection for calls cannot be passed to the server: {FULL}"
-    assert child.sent == [Slower("calls", cause), Slower("calls", "")]
+    assert child.sent == [_slower("calls", cause), _slower("calls", "")]
 
 
 def _bulk() -> tuple[BulkProcess, Downgrades]:
@@ -122,16 +130,16 @@ def test_what_the_child_reports_is_shown_until_it_ends() -> None:
     process, downgrades = _bulk()
     handover: Any = None
 
-    def take(message: Any) -> list[str]:
-        process._take(handover, {}, encode(message))
+    def take(header: dict[str, str], payload: bytes = b"") -> list[str]:
+        process._take(handover, header, payload)
         return _causes(downgrades)
 
     for subject in ("priority", "accept", "thread", "calls"):
-        assert take(Slower(subject, "why")) == ["why"]
-        assert take(Slower(subject, "")) == []
+        assert take(_slower(subject, "why")) == ["why"]
+        assert take(_slower(subject, "")) == []
     for count, subject in enumerate(("priority", "accept", "thread", "calls"), 1):
-        assert len(take(Slower(subject, "why"))) == count
-    assert take(Listening()) == []
+        assert len(take(_slower(subject, "why"))) == count
+    assert take({}, encode(Listening())) == []
 
 
 def test_a_connection_that_the_server_cannot_pass_or_take(monkeypatch: pytest.MonkeyPatch) -> None:

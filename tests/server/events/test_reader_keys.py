@@ -16,6 +16,7 @@ from harness.server_process import ServerProcess
 from harness.zmtp_peer import GREETING, RawPeer, ready
 
 from kvtier.client import Client
+from kvtier.server.auth.credential_files import FileError
 from kvtier.server.config.events import EventConfig
 from kvtier.server.events.reader_keys import MAX_TENANTS, ReaderKeyFile
 from kvtier.server.events.reader_process import ReaderProcess
@@ -187,7 +188,7 @@ def test_a_key_file_that_cannot_be_used(tmp_path: Path, write: Callable[[Path], 
     """The message is for the operator, and contains no key."""
     path = tmp_path / "keys.toml"
     write(path)
-    with pytest.raises(PublisherError, match=problem) as error:
+    with pytest.raises(FileError, match=problem) as error:
         ReaderKeyFile(path)
     assert SERVER[1] not in f"{error.value}"
 
@@ -203,7 +204,7 @@ def test_a_planted_key_file_is_never_used(tmp_path: Path, attack: str) -> None:
     write_keys(path, (STRANGER[0], "*"))
     object_at_fault, mode, sound = (path, 0o620, 0o600) if attack == "mode" else (path.parent, 0o777, 0o755)
     object_at_fault.chmod(mode)
-    with pytest.raises(PublisherError, match="chmod"):
+    with pytest.raises(FileError, match="chmod"):
         ReaderKeyFile(path)
     assert before.readers() == known
     object_at_fault.chmod(sound)

@@ -18,10 +18,10 @@ from harness.polling import wait_until
 
 from kvtier.server.config.schema import LogConfig
 from kvtier.server.process import child as child_module
-from kvtier.server.process.child import Child, RestartBackoff
+from kvtier.server.process.child import Child
 from kvtier.server.process.child_main import MAX_MESSAGE_BYTES, SIZES_BYTES, pack, read_sizes, unpack
 from kvtier.server.telemetry import logs
-from kvtier.tiers.storage.service_signals import SERVICE_SIGNALS
+from kvtier.tiers.storage.service_signals import SERVICE_SIGNALS, start_module
 
 _ECHO = """
 import logging, os, signal, sys, threading
@@ -55,16 +55,15 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_no_process_remains_if_no_thread_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers handle `OSError`, as if the process could not be started."""
     started: list[subprocess.Popen[bytes]] = []
-    run = child_module._run
 
     def recorded(*arguments: Any) -> subprocess.Popen[bytes]:
-        started.append(run(*arguments))
+        started.append(start_module(*arguments))
         return started[-1]
 
     def no_thread(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(child_module, "_run", recorded)
+    monkeypatch.setattr(child_module, "start_module", recorded)
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     with pytest.raises(OSError, match="can't start new thread"):
         await Child.start("echo")
@@ -213,18 +212,3 @@ def test_packed_messages_unpack_to_the_same() -> None:
     header_bytes, payload_bytes = read_sizes(message[:SIZES_BYTES])
     assert len(message) == SIZES_BYTES + header_bytes + payload_bytes < MAX_MESSAGE_BYTES
     assert unpack(message[SIZES_BYTES:], header_bytes) == ({"op": "copy"}, b"bytes")
-
-
-def test_restarts_have_a_growing_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is immediate, the delay has a limit, and a long enough life resets it."""
-    now = [100.0]
-    monkeypatch.setattr(child_module.time, "monotonic", lambda: now[0])  # type: ignore[attr-defined]
-    backoff = RestartBackoff(first=1, most=5, good=60)
-    assert backoff.remaining() == 0
-    pauses = []
-    for lived in (0, 0, 0, 0, 61, 0):
-        backoff.ended(lived)
-        pauses.append(backoff.remaining())
-        now[0] += 100
-        assert backoff.remaining() == 0
-    assert pauses == [1, 2, 4, 5, 1, 2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +15,13 @@ from harness.server_process import MIB, ServerProcess
 
 from kvtier.cuda.host.region import HUGE_PAGE_BYTES, RegionError
 from kvtier.server.auth.authenticator import AccessControl
-from kvtier.server.bulk.messages import Slower, encode
+from kvtier.server.bulk import supervisor
 from kvtier.server.bulk.supervisor import BulkProcess
 from kvtier.server.config.schema import AuthConfig, Config, TlsConfig
+from kvtier.server.events import reader_process
 from kvtier.server.events.reader_process import ReaderProcess
 from kvtier.server.peers.sources import PeerSources
+from kvtier.server.process.child import Restarts
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.telemetry.downgrades import Downgrades
 
@@ -81,19 +82,18 @@ def unusable_tokens(downgrades: Downgrades, path: Path, _patch: pytest.MonkeyPat
 
 
 def priority_of_streams(downgrades: Downgrades, _path: Path, _patch: pytest.MonkeyPatch) -> None:
-    process = SimpleNamespace(_downgrades=downgrades)
-    process._report = partial(BulkProcess._report, process)
-    message = encode(Slower("priority", "streams may delay calls: not permitted"))
-    BulkProcess._take(process, None, {}, message)  # type: ignore[arg-type]
+    process = SimpleNamespace(_restarts=Restarts("", "streams", supervisor._REMEDIES, downgrades))
+    header = {"slower": "streams may delay calls: not permitted", "subject": "priority"}
+    BulkProcess._take(process, None, header, b"")  # type: ignore[arg-type]
 
 
 def priority_of_readers(downgrades: Downgrades, _path: Path, _patch: pytest.MonkeyPatch) -> None:
-    process = SimpleNamespace(_downgrades=downgrades)
+    process = SimpleNamespace(_restarts=Restarts("", "events", reader_process._REMEDIES, downgrades))
     ReaderProcess._take(process, {"slower": "readers of events may delay calls", "subject": "priority"}, b"")  # type: ignore[arg-type]
 
 
 def readers_not_accepted(downgrades: Downgrades, _path: Path, _patch: pytest.MonkeyPatch) -> None:
-    process = SimpleNamespace(_downgrades=downgrades)
+    process = SimpleNamespace(_restarts=Restarts("", "events", reader_process._REMEDIES, downgrades))
     ReaderProcess._take(process, {"slower": "first", "subject": "accept"}, b"")  # type: ignore[arg-type]
     ReaderProcess._take(process, {"slower": "", "subject": "accept"}, b"")  # type: ignore[arg-type]
     assert not downgrades.all()

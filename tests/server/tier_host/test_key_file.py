@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.server.auth.credential_files import FileError
 from kvtier.server.cli import main
 from kvtier.server.config.tenants import tenant_tag
-from kvtier.server.tier_host.key_file import KeyFile, KeyFileError, read_key_file
+from kvtier.server.tier_host.key_file import KeyFile, read_key_file
 from kvtier.tiers.base import NamespaceId
 
 FIRST, SECOND, THIRD = bytes(32), bytes(range(32)), b"\xff" * 32
@@ -82,7 +83,7 @@ SECRET = base64.b64encode(SECOND).decode()
 def test_invalid_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
     """The error names file and entry, has one line, and contains no key."""
     file = written(tmp_path, text)
-    with pytest.raises(KeyFileError) as refused:
+    with pytest.raises(FileError) as refused:
         read_key_file(file)
     assert f"{refused.value}".startswith(f"{file}: ")
     assert message in f"{refused.value}"
@@ -92,12 +93,12 @@ def test_invalid_files_are_refused(tmp_path: Path, text: str, message: str) -> N
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o620, 0o666, 0o601])
 def test_a_file_of_other_users_is_refused(tmp_path: Path, mode: int) -> None:
-    with pytest.raises(KeyFileError, match=rf"has mode {mode:04o}, .*chmod "):
+    with pytest.raises(FileError, match=rf"has mode {mode:04o}, .*chmod "):
         read_key_file(written(tmp_path, entry("a", FIRST), mode))
 
 
 def test_an_absent_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(KeyFileError, match=r"none\.toml: cannot be read: No such file"):
+    with pytest.raises(FileError, match=r"none\.toml: cannot be read: No such file"):
         read_key_file(tmp_path / "none.toml")
 
 

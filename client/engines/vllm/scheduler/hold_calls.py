@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Condition, Lock
@@ -15,16 +15,14 @@ from .... import (
     DeadlineExceeded,
     HoldGone,
     HoldName,
-    InvalidRequest,
     KeyStatus,
     KVTierError,
     Lease,
-    LimitExceeded,
     NotClaimedReason,
     PublishStatus,
 )
 from ....handoff import ClaimedBlocks, ClaimId, HandoffRequest, HeldBlock, PlannedPublication, RemoteRequest
-from ..background import BackgroundThreads, RateLimitedLog, logger
+from ..background import BackgroundThreads, Circuit, RateLimitedLog, logger
 from ..peers import OWN, Peers
 from ..stats import TransferCounters
 from .requests import VllmRequest
@@ -34,7 +32,6 @@ __all__ = ["HoldCalls"]
 _CLAIM_THREADS = 32  # a claim mostly waits until another engine has stored its blocks
 _WAIT_SHARE = 0.8
 _CONNECT_WITHIN_S = 1.0
-_CIRCUIT_OPEN_S = 2.0
 _NOTIFY_WITHIN_S = 30.0
 
 
@@ -61,7 +58,7 @@ class HoldCalls:
         self._answered = Condition()
         self._open_claims: dict[ClaimId, _OpenClaim] = {}
         self._answers: deque[tuple[ClaimId, ClaimedBlocks | None, float]] = deque()
-        self._circuit_open_until: dict[str, float] = {}
+        self._circuits: defaultdict[str, Circuit] = defaultdict(Circuit)
         # Per endpoint, so that a slow server does not delay claims at other servers.
         self._claim_threads: dict[str, BackgroundThreads] = {}
         # One thread per endpoint, because notifications must not queue behind waiting claims.
@@ -173,7 +170,7 @@ class HoldCalls:
         return holds
 
     def _reachable(self, endpoint: str) -> bool:
-        if time.monotonic() < self._circuit_open_until.get(endpoint, 0.0):
+        if self._circuits[endpoint].is_open:
             return False
         return endpoint != OWN or self._peers.client(OWN).connected
 
@@ -253,8 +250,8 @@ class HoldCalls:
             outcome = "gone"
             self.debug(f"{hold.request_id} of {hold.engine_id} cannot be pulled: {error}")
         except KVTierError as error:
-            if peers is self._peers and not isinstance(error, (InvalidRequest, LimitExceeded)):
-                self._circuit_open_until[endpoint] = time.monotonic() + _CIRCUIT_OPEN_S
+            if peers is self._peers:
+                self._circuits[endpoint].open(error)
             self._log.warn("claim", f"a claim failed, so its request is computed: {error}")
         finally:
             self._counters.count(f"claims:{outcome}")

@@ -133,7 +133,7 @@ class LookupService(RequestCalls):
             self._count("timeout", self._timeout_s)
         if given_up.started:
             # A lookup that did not start only queued behind other lookups.
-            self.open_circuit()
+            self.circuit.open()
         self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s, so its request is computed")
 
     def end_request(self, request: EngineRequest) -> None:
@@ -166,11 +166,11 @@ class LookupService(RequestCalls):
     def _run(self, lookup: PendingLookup) -> None:
         hit, lookup.started = None, True
         try:
-            if lookup.state is LookupState.PENDING and not self.circuit_open and time.monotonic() < lookup.deadline:
+            if lookup.state is LookupState.PENDING and not self.circuit.is_open and time.monotonic() < lookup.deadline:
                 hit = self._search(lookup)
         except KVTierError as error:
             if lookup.state is LookupState.PENDING:  # a reset drops lookups and closes their client
-                self.open_circuit(error)
+                self.circuit.open(error)
                 self._log.warn("lookup", f"a lookup failed, so its request is computed: {error}")
         finally:
             # If the lookup did not end here, its request would wait for the whole timeout.

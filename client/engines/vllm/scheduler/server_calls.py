@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Unpack
 
-from .... import Client, InvalidRequest, KVTierError, Lease, LeaseOptions, LimitExceeded
+from .... import Client, KVTierError, Lease, LeaseOptions
 from ...failures import Unsupported
-from ..background import BackgroundThreads, RateLimitedLog, logger
+from ..background import BackgroundThreads, Circuit, RateLimitedLog, logger
 from ..peers import ServerLink
 from .requests import RequestRegistration
 
 __all__ = ["CacheReset", "RequestCalls"]
 
-_CIRCUIT_OPEN_S = 2.0
 # The first call may report the end of another engine's reset, which may have begun before this
 # engine's last store. Only a second call is certain to empty the tier after that store.
 _RESET_ROUNDS = 2
@@ -35,14 +33,9 @@ class RequestCalls:
         self._client = client
         self._log = log
         self._lock = threading.Lock()
-        self._circuit_open_until = 0.0
+        self.circuit = Circuit()
         # A separate thread, so that releases do not queue behind lookups that wait for promotions.
         self._control_thread = BackgroundThreads("release", log)
-
-    @property
-    def circuit_open(self) -> bool:
-        """Whether calls are paused because the server has just failed. Thread-safe."""
-        return time.monotonic() < self._circuit_open_until
 
     def reachable(self) -> bool:
         """Whether the server can be called now. Warns if no server is connected. Thread-safe."""
@@ -51,16 +44,11 @@ class RequestCalls:
                 "disconnected", "no kvtier server is connected; requests are computed as if nothing were cached"
             )
             return False
-        return not self.circuit_open
-
-    def open_circuit(self, error: KVTierError | None = None) -> None:
-        """Pauses calls for 2 seconds, unless `error` concerns a single request. Thread-safe."""
-        if not isinstance(error, (InvalidRequest, LimitExceeded)):
-            self._circuit_open_until = time.monotonic() + _CIRCUIT_OPEN_S
+        return not self.circuit.is_open
 
     def register(self, request: RequestRegistration) -> None:
         """Registers a request that is not looked up, so that tiers can vote on it (B1.1)."""
-        if self._client.connected and not self.circuit_open:
+        if self._client.connected and not self.circuit.is_open:
             self.acquire(request)
             request.voting = True
             self._control_thread.submit(lambda: self._register(request))
@@ -136,7 +124,7 @@ class RequestCalls:
                 self.lookup_keys(request, ())
         except KVTierError as error:
             if client is self._client:
-                self.open_circuit(error)
+                self.circuit.open(error)
             self._log.warn("register", f"could not register a request: {error}")
         finally:
             request.voting = False

@@ -19,7 +19,7 @@ from .....cuda.host.pinning import CudaRegistrar, Pin, PinError, Pinning, Refuse
 from .... import AccessDenied, Client, InvalidRequest, KVTierError, NotConnected, StoreStatus, UnsupportedServer
 from ....events import describe_blocks
 from ....offload import BlockRead, CacheGroup, LoadJob, SaveJob
-from ..background import BackgroundThreads, RateLimitedLog, leave_compute_cores
+from ..background import BackgroundThreads, Circuit, RateLimitedLog, leave_compute_cores
 from ..layout import build_layouts
 from ..peers import OWN, Peers
 from ..sleep import EngineAsleep, SleepGate
@@ -32,7 +32,6 @@ from .reports import SAVE_WITHIN_S, WorkerReports
 __all__ = ["WorkerSide"]
 
 _BATCH_BYTES = 128 << 20
-_CIRCUIT_OPEN_S = 2.0
 _CONNECT_WITHIN_S = 2.0
 _SUSPEND_TIMEOUT_S = 60.0
 _STORED = frozenset((StoreStatus.GRANTED, StoreStatus.PRESENT))
@@ -83,7 +82,7 @@ class WorkerSide:
         self._threads: tuple[BackgroundThreads, BackgroundThreads] | None = None
         self._peer_load_threads: dict[str, BackgroundThreads] = {}
         self._on_start: Callable[[], None] | None = None
-        self._saves_paused_until = 0.0
+        self._saves_circuit = Circuit()
         self._reports = reports
         self._counters = counters or TransferCounters()
         self._gate = SleepGate()
@@ -287,7 +286,7 @@ class WorkerSide:
         try:
             # After a failure saves pause, so that they do not hold blocks while a server hangs.
             connected = self._has_model(0.0) and all(client.connected for client in clients)
-            if connected and time.monotonic() >= self._saves_paused_until:
+            if connected and not self._saves_circuit.is_open:
                 for chunk in self._chunks(job.groups, clients[0]):
                     if time.monotonic() >= write_until:
                         # The scheduler will soon give up the job and reuse its blocks (B5.6).
@@ -299,7 +298,7 @@ class WorkerSide:
         except (KVTierError, EngineAsleep) as error:
             if clients is self._clients and not isinstance(error, (InvalidRequest, EngineAsleep)):
                 # InvalidRequest concerns one request only.
-                self._saves_paused_until = time.monotonic() + _CIRCUIT_OPEN_S
+                self._saves_circuit.open()
             self._log.warn("save", f"a save failed, so its blocks are not stored: {error}")
         finally:
             after.job_ended()

@@ -25,6 +25,7 @@ from kvtier.client import (
     PublishStatus,
     make_key,
 )
+from kvtier.client.engines.vllm import background
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.peers import OWN, Peers, ServerLink
 from kvtier.client.engines.vllm.scheduler import hold_calls
@@ -173,7 +174,7 @@ def test_a_dropped_claim_is_released(*, answered: bool) -> None:
 )
 def test_a_server_that_fails_is_left_in_peace(monkeypatch: Any, error: KVTierError, *, asks_again: bool) -> None:
     """A failed claim is a miss and opens the circuit, but not a refusal of one request."""
-    monkeypatch.setattr(hold_calls, "_CIRCUIT_OPEN_S", 600.0)
+    monkeypatch.setattr(background, "_CIRCUIT_OPEN_S", 600.0)
 
     def fail() -> None:
         raise error
@@ -355,7 +356,7 @@ def test_nothing_is_pulled_or_held_that_is_about_to_be_forgotten() -> None:
 
 def test_claims_behind_one_that_fails_are_not_made(monkeypatch: Any) -> None:
     """Each of them would wait as long."""
-    monkeypatch.setattr(hold_calls, "_CIRCUIT_OPEN_S", 600.0)
+    monkeypatch.setattr(background, "_CIRCUIT_OPEN_S", 600.0)
     monkeypatch.setattr(hold_calls, "_CLAIM_THREADS", 1)
     gate = threading.Event()
 

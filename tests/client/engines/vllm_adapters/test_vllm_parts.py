@@ -15,11 +15,11 @@ from harness.polling import stays, wait_until
 
 from kvtier.client import NotConnected, make_key
 from kvtier.client.engines.failures import Unsupported
+from kvtier.client.engines.vllm import background
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.layout import build_layouts
 from kvtier.client.engines.vllm.request_settings import RequestSettings
-from kvtier.client.engines.vllm.scheduler import server_calls
 from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService, LookupState
 from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmRequest
 from kvtier.client.engines.vllm.worker.copies import make_copier
@@ -223,7 +223,7 @@ def test_only_the_windows_at_the_end_of_the_full_hit_are_asked_for() -> None:
 
 def test_a_dropped_lookup_releases_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """B4.3 A lookup dropped while it runs releases what it finds."""
-    monkeypatch.setattr(server_calls, "_CIRCUIT_OPEN_S", 600.0)
+    monkeypatch.setattr(background, "_CIRCUIT_OPEN_S", 600.0)
     started, gate = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -291,7 +291,7 @@ def test_a_request_whose_registration_failed_is_registered_by_its_next_call() ->
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
         first = start_lookup(service, request, _hashes(1), 4)
         wait_until(lambda: first.state is LookupState.DONE)
-        client.before, service._circuit_open_until = (lambda: None), 0.0
+        client.before, service.circuit._open_until = (lambda: None), 0.0
         client.begun.clear()
         second = start_lookup(service, request, _hashes(1), 4)
         wait_until(lambda: second.state is LookupState.DONE)

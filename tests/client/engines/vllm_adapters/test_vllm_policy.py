@@ -22,8 +22,8 @@ from harness.polling import wait_until
 from server_process import ServerProcess
 
 from kvtier.client import Client, Group, InvalidRequest, Namespace, NotConnected, OffloadPolicy, Timeouts, make_key
+from kvtier.client.engines.vllm import background
 from kvtier.client.engines.vllm.background import RateLimitedLog
-from kvtier.client.engines.vllm.scheduler import server_calls
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.step_metadata import StepMetadata
 from kvtier.client.engines.vllm.worker.reports import WorkerReport, WorkerReports
@@ -150,7 +150,7 @@ def test_failed_votes_do_not_delay_requests() -> None:
 @pytest.mark.parametrize("may_load", [True, False])
 def test_a_refusal_is_no_reason_to_leave_the_server_in_peace(monkeypatch: Any, *, may_load: bool) -> None:
     """A refusal of one request does not affect the next, which is looked up and voted on."""
-    monkeypatch.setattr(server_calls, "_CIRCUIT_OPEN_S", 600.0)
+    monkeypatch.setattr(background, "_CIRCUIT_OPEN_S", 600.0)
     client = FakeClient(set(_keys(2)))
 
     def refuse() -> None:

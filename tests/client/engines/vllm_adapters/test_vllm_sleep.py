@@ -13,10 +13,10 @@ import torch
 from connector_fakes import FULL, PAGE, FakeTransfers, close_when_idle
 
 from kvtier.client import InvalidRequest, KVTierError, LimitExceeded
+from kvtier.client.engines.vllm import background
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.sleep import EngineAsleep, SleepGate
 from kvtier.client.engines.vllm.step_metadata import StepMetadata
-from kvtier.client.engines.vllm.worker import worker
 from kvtier.client.engines.vllm.worker.device_route import StepMark
 from kvtier.client.engines.vllm.worker.reports import WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
@@ -146,7 +146,7 @@ def test_a_refusal_of_one_save_holds_up_no_other(
     monkeypatch: pytest.MonkeyPatch, error: KVTierError, *, again: bool
 ) -> None:
     """A refusal affects one request; a failure opens the circuit for a moment."""
-    monkeypatch.setattr(worker, "_CIRCUIT_OPEN_S", 600.0)
+    monkeypatch.setattr(background, "_CIRCUIT_OPEN_S", 600.0)
     client = FakeTransfers(error)
     with _worker(client) as (side, _, _):
         side._copiers = (SimpleNamespace(mark=lambda: None, copy_out=lambda *_: None),)  # type: ignore[assignment]

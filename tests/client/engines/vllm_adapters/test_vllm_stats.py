@@ -25,9 +25,8 @@ from connector_fakes import (
 from harness.polling import wait_until
 
 from kvtier.client import KVTierError, NotConnected, make_key
-from kvtier.client.engines.vllm import KVTierConnector
+from kvtier.client.engines.vllm import KVTierConnector, background
 from kvtier.client.engines.vllm.background import RateLimitedLog
-from kvtier.client.engines.vllm.scheduler import server_calls
 from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService
 from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration
 from kvtier.client.engines.vllm.stats import METRICS, ConnectorStats, TransferCounters
@@ -184,7 +183,7 @@ def test_lookups_are_counted_by_how_they_end(found: int, before: Callable[[], No
 
 def test_a_lookup_that_takes_too_long_and_one_that_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """A timeout counts once, also if the answer comes; so does an open circuit."""
-    monkeypatch.setattr(server_calls, "_CIRCUIT_OPEN_S", 600.0)
+    monkeypatch.setattr(background, "_CIRCUIT_OPEN_S", 600.0)
     gate, counters = threading.Event(), TransferCounters()
     client = FakeClient(set(KEYS), lambda: gate.wait(60) and None)
     service = LookupService(client, CacheGeometry((FULL,), 4, 4), 30.0, RateLimitedLog(), counters)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from kvtier.client import LeaseLost, Namespace, NotConnected, StoreStatus, TierFilter
 from kvtier.client.engines.failures import Unsupported
 from kvtier.client.engines.identity import namespace_digest
-from kvtier.client.engines.vllm.scheduler import server_calls
+from kvtier.client.engines.vllm import background
 from kvtier.client.engines.vllm_tier import KVTierSecondaryTier, compat, transfers
 from kvtier.client.engines.vllm_tier.config import ManagerConfig
 from kvtier.client.engines.vllm_tier.namespace import prepare_tier_namespace
@@ -74,7 +74,7 @@ def test_a_load_is_good_for_the_leases_that_held(room: TierParts) -> None:
     room.client.confirm = _lose_lease_1
     room.transfers.submit(room.job(1, room.lookups.begin("r", None), [1, 2, 1, 2]))
     assert room.finished() == {1: {KEYS[1], KEYS[3]}}
-    assert not room.lookups.circuit_open
+    assert not room.lookups.circuit.is_open
 
 
 def test_a_key_without_a_lease_is_not_loaded(room: TierParts) -> None:
@@ -183,7 +183,7 @@ def test_jobs_are_read_by_either_version_s_names() -> None:
 
 def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: TierParts, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error, or a timeout, is a miss of that request, and opens the circuit."""
-    monkeypatch.setattr(server_calls, "_CIRCUIT_OPEN_S", 600.0)
+    monkeypatch.setattr(background, "_CIRCUIT_OPEN_S", 600.0)
     answered, asked = threading.Event(), threading.Event()
     request = room.lookups.begin("waits", None)
     room.client.before = lambda: (asked.set(), answered.wait(60), None)[2]
@@ -192,7 +192,7 @@ def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: TierParts, monkey
     assert asked.wait(60)
     request.waiting[KEYS[0]] = room.lookups._timeout_s = 0.0  # it has timed out
     wait_until(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.MISS)
-    assert room.lookups.circuit_open
+    assert room.lookups.circuit.is_open
     assert room.lookups.answer(room.lookups.begin("other", None), KEYS[0], 16) is Answer.MISS
     room.client.keys = set(KEYS)
     answered.set()
@@ -203,12 +203,12 @@ def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: TierParts, monkey
     def refuse() -> None:
         raise NotConnected("gone")
 
-    room.client.before, room.lookups._timeout_s, room.lookups._circuit_open_until = refuse, 20.0, 0.0
+    room.client.before, room.lookups._timeout_s, room.lookups.circuit._open_until = refuse, 20.0, 0.0
     failed = room.lookups.begin("fails", None)
     room.lookups.answer(failed, KEYS[0], 16)
     room.lookups.send(failed)
     wait_until(lambda: room.lookups.answer(failed, KEYS[0], 16) is Answer.MISS)
-    assert room.lookups.circuit_open
+    assert room.lookups.circuit.is_open
 
 
 def test_a_question_that_had_to_queue_says_nothing_of_the_server(room: TierParts) -> None:
@@ -223,19 +223,19 @@ def test_a_question_that_had_to_queue_says_nothing_of_the_server(room: TierParts
     room.lookups.answer(queued, KEYS[0], 16)
     room.lookups.send(queued)
     wait_until(lambda: room.lookups.answer(queued, KEYS[0], 16) is Answer.MISS)
-    assert not room.lookups.circuit_open
+    assert not room.lookups.circuit.is_open
     answered.set()
 
 
 def test_stores_do_not_fail_because_lookups_did(room: TierParts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores are sent also while the circuit is open for lookups."""
-    monkeypatch.setattr(server_calls, "_CIRCUIT_OPEN_S", 600.0)
-    room.lookups.open_circuit()
+    monkeypatch.setattr(background, "_CIRCUIT_OPEN_S", 600.0)
+    room.lookups.circuit.open()
     room.transfers.submit(room.job(1, room.lookups.begin("stores", None)))
     room.transfers.submit(room.job(2, room.lookups.begin("loads", None), [1] * 4))
     found = room.finished()
     wait_until(lambda: bool(found.update(room.finished() if len(found) < 2 else {})) or len(found) == 2)
-    assert room.lookups.circuit_open
+    assert room.lookups.circuit.is_open
     assert found == {1: set(KEYS), 2: set()}
 
 

@@ -11,7 +11,7 @@ from harness.polling import wait_until
 from tier_fixtures import KEYS, TierParts, keys_of, make_tier_parts
 
 from kvtier.client import InvalidRequest, KVTierError, LimitExceeded, NotConnected, OffloadPolicy
-from kvtier.client.engines.vllm.scheduler import server_calls
+from kvtier.client.engines.vllm import background
 from kvtier.client.engines.vllm_tier import tier_lookups
 from kvtier.client.engines.vllm_tier.tier_lookups import Answer
 
@@ -119,7 +119,7 @@ def test_nothing_is_marked_for_a_request_that_used_nothing(room: TierParts, case
 
 def test_a_server_that_fails_is_not_asked_to_mark_more(room: TierParts, monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure is a warning, and pauses the calls. Requests that wait to be marked still end."""
-    monkeypatch.setattr(server_calls, "_CIRCUIT_OPEN_S", 3600.0)
+    monkeypatch.setattr(background, "_CIRCUIT_OPEN_S", 3600.0)
     failures, may_fail = [], threading.Event()
 
     def fail() -> None:
@@ -135,7 +135,7 @@ def test_a_server_that_fails_is_not_asked_to_mark_more(room: TierParts, monkeypa
     may_fail.set()
     wait_until(lambda: {"finished first", "finished second"} <= set(room.client.told))
     assert failures == ["gone"]
-    assert room.lookups.circuit_open
+    assert room.lookups.circuit.is_open
 
 
 def test_marks_that_are_late_are_dropped(room: TierParts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_marks_that_are_late_are_dropped(room: TierParts, monkeypatch: pytest.Mo
     room.lookups.end(request, dict.fromkeys(KEYS, 16))
     wait_until(lambda: "finished r" in room.client.told)
     assert room.client.marked == []
-    assert not room.lookups.circuit_open
+    assert not room.lookups.circuit.is_open
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_transfer_that_fails_is_reported(
     room: TierParts, monkeypatch: pytest.MonkeyPatch, error: KVTierError, leases: Any, *, pauses: bool
 ) -> None:
     """Only a server that cannot be reached pauses the calls. Then a load fails at once."""
-    monkeypatch.setattr(server_calls, "_CIRCUIT_OPEN_S", 3600.0)
+    monkeypatch.setattr(background, "_CIRCUIT_OPEN_S", 3600.0)
 
     def fail() -> None:
         raise error
@@ -167,7 +167,7 @@ def test_a_transfer_that_fails_is_reported(
     request = room.lookups.begin("r", None)
     room.transfers.submit(room.job(1, request, leases))
     assert room.finished() == {1: frozenset()}
-    assert room.lookups.circuit_open is pauses
+    assert room.lookups.circuit.is_open is pauses
     room.client.hand_out = lambda: None
     room.transfers.submit(room.job(2, request, [1] * 4))
     assert room.finished() == {2: frozenset() if pauses else frozenset(KEYS)}

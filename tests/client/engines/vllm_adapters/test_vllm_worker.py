@@ -15,6 +15,7 @@ from connector_fakes import FULL, PAGE, FakeTransfers, close_when_idle, make_cac
 from harness.polling import wait_until
 
 from kvtier.client import NotConnected, StoreStatus
+from kvtier.client.engines.vllm import background
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.peers import OWN, Peers
 from kvtier.client.engines.vllm.step_metadata import StepMetadata
@@ -208,6 +209,7 @@ def test_saves_pause_after_a_failure_and_then_go_on(monkeypatch: pytest.MonkeyPa
     """While a server hangs, saves do not hold blocks. Loads are tried in any case."""
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now, time=time.time)
     monkeypatch.setattr(worker_module, "time", clock)
+    monkeypatch.setattr(background, "time", clock)
     client, reports = FakeTransfers(NotConnected("gone")), WorkerReports()
     worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(make_caches(8))
@@ -220,7 +222,7 @@ def test_saves_pause_after_a_failure_and_then_go_on(monkeypatch: pytest.MonkeyPa
     client.error = None
     assert save(2) == WorkerReport({2: 1}, {2: {0, 1}})
     assert len(client.written) == 1
-    clock.now += worker_module._CIRCUIT_OPEN_S
+    clock.now += background._CIRCUIT_OPEN_S
     assert save(3) == WorkerReport({3: 1}, {})
     assert len(client.written) == 2
     close_when_idle(worker)
