@@ -15,7 +15,7 @@ from ...protos.wire.packed_keys import pack_offsets
 from ...tiers.base import RequestInfo, TierFilter
 from ...tiers.core.leases import BlockLease
 from ...tiers.errors import CoreError, LeaseNotFound, StoreNotFound
-from ...tiers.types import EngineSession, KeyStatus, LeaseId, StoreId
+from ...tiers.types import EngineSession, KeyStatus, LeaseId, MissReason, StoreId
 from ..peers.sources import PeerSources
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
@@ -379,6 +379,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         try:
             self._core.lease(session, lease.id)
         except CoreError:
+            self._core.lookup_handler.take_back_hits(lease, MissReason.PENDING)
             return None
         if any(block is not None for block in lease.items):
             return lease
