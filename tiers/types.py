@@ -285,7 +285,7 @@ class MissReason(enum.Enum):
     RESET = 10
     """A reset dropped the block from the CPU tier, or a reset is running."""
     PENDING = 11
-    """The block was not ready yet when a claim stopped waiting for it."""
+    """The block was not ready when a claim stopped waiting, or a lease ended before its lookup."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,6 +167,8 @@ class TlsConnection(Connection):
             self._incoming, self._outgoing, server_side=server_hostname is None, server_hostname=server_hostname
         )
         self._buffer = memoryview(bytearray(_TLS_CHUNK_BYTES))
+        self._is_server = server_hostname is None
+        self._short_records = 0
 
     def handshake(self) -> None:
         """Performs the handshake, including ALPN. Raises OSError, for example `ssl.SSLError`."""
@@ -211,6 +213,15 @@ class TlsConnection(Connection):
                 if not received:
                     raise ConnectionResetError("the peer has closed the connection")
                 left = left[received:]
+                if left and received < _SHORT_RECORD_BYTES and self._is_server:
+                    self._hold_back()
+
+    def _hold_back(self) -> None:
+        """Waits after many short records: each takes as long as a long one, and delays others."""
+        self._short_records += 1
+        pauses, rest = divmod(self._short_records, _SHORT_RECORDS)
+        if not rest:
+            time.sleep(min(_PAUSE_SECONDS * 2**pauses, _MAX_PAUSE_SECONDS))
 
     def is_readable(self) -> bool:
         return bool(self._tls.pending() or self._incoming.pending) or super().is_readable()
@@ -237,5 +248,11 @@ _ADDRESS_SPACE = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast(
 _SHORTEST_SECONDS = 1e-5
 _MAX_PIECES = 512
 """Maximum number of pieces per call. The kernel accepts at most 1024 (IOV_MAX)."""
+_SHORT_RECORD_BYTES = 32
+"""Clients send longer pieces: a frame is at least the part of a block."""
+_SHORT_RECORDS = 64
+"""After as many records of a client that are shorter, and do not fill their memory, it is not read
+for a while. As many more double the time."""
+_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.005, 0.25
 _TLS_CHUNK_BYTES = 64 << 10
 """Bytes of TLS records per system call. Bounds what a peer can send before the handshake."""

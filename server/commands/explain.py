@@ -38,7 +38,7 @@ _WHY = {
     "load_failed": "a tier had the blocks, but the load failed",
     "no_room": "a tier has the blocks, but every slot of the CPU tier was in use",
     "reset": "the CPU tier was reset",
-    "pending": "a store of the blocks was still running when the claim stopped waiting",
+    "pending": "a store of the blocks was still running when the claim stopped waiting, or the lookup's lease had ended",
 }
 
 _CLAIMED = {

@@ -22,6 +22,8 @@ _RECEIVED_BYTES = 4096
 """Bytes that are received from a peer per turn of the event loop."""
 _BURST_BYTES, _BYTES_PER_SECOND = 64 << 10, 1024
 """What a peer may send at once, and in the long run: a subscription has 10 to 300 bytes."""
+_PIECE_BYTES = 64
+"""A shorter piece counts as so many bytes, because each piece takes a turn of the event loop."""
 _MAX_ANSWER_BYTES = 4096
 _TURN_MESSAGES = 32
 """Messages that a connection sends before others send theirs."""
@@ -151,7 +153,7 @@ class ReaderConnection:
             if not data:
                 self.close()
                 return
-            self._charge(len(data))
+            self._charge(max(len(data), _PIECE_BYTES))
             for message in self._peer.receive(data):
                 self._take(message)
             self._check_answers()

@@ -8,7 +8,8 @@ it shuts down the oldest ones that carry no session.
 Until a client confirms the server's settings, gRPC (1.85) accepts a block of headers of 16 MiB. A
 header that takes one byte on the wire takes 500 bytes of memory: 20 MB on 64 connections took 3.8
 GiB within five seconds, without credentials. So a thread watches the memory of the process. If it
-grows fast, the thread shuts down connections that carry no session.
+grows fast, the thread shuts down connections that carry no session. Tenants also make the memory
+grow, by leases and running calls. This must not end the connections of others.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ _ALARM_CHECK_SECONDS = 0.05
 """Time between two checks of the memory, which take 20 µs each."""
 _LARGE_BYTES = 8 << 10
 """A client sends less until its session is open: a TLS handshake with a certificate takes 3 KiB."""
+_BYTES_PER_BYTE = 512
+"""Most memory that a received byte takes: 200 to 300 bytes were measured, 500 for one header."""
+_SUSPICION_SECONDS = 20.0
+"""The memory of closed connections is free again after 15 s."""
 _RECEIVED = struct.Struct("<128xQ")
 """`tcpi_bytes_received` of `struct tcp_info`."""
 
@@ -67,6 +72,8 @@ class GrpcConnections:
         self._peers_with_sessions = peers_with_sessions
         self._known: dict[int, dict[Peer, None]] = {}
         """Connections of each port at the last check, the oldest first."""
+        self._suspicion_ends = float("-inf")
+        """Time until which a growth of the memory is attributed to connections."""
 
     def start_alarm(self) -> Callable[[], None]:
         """Starts the thread that watches the memory; returns a function that ends it.
@@ -82,22 +89,31 @@ class GrpcConnections:
     def _watch_memory(self, ended: threading.Event) -> None:
         alarm = GrowthAlarm()
         while not ended.wait(_ALARM_CHECK_SECONDS):
-            least_bytes = alarm.check(time.monotonic(), own_bytes())
-            if least_bytes is None:
-                continue
-            for network, count in self.close_large(least_bytes).items():
+            growth = alarm.check(time.monotonic(), own_bytes())
+            for network, count in self.close_large(growth).items() if growth else ():
                 _log.warning("connections closed: the memory grows fast", address=network, connections=count)
 
-    def close_large(self, least_bytes: int) -> Counter[str]:
-        """Shuts down the connections without a session that have received `least_bytes` or more.
+    def close_large(self, growth: int) -> Counter[str]:
+        """Shuts down large connections without a session, because the memory has grown.
 
-        Returns their number by address. Runs on any thread.
+        Closes none if all of them together cannot take so much memory, and have not done so in the
+        last seconds. Returns their number by address. Runs on any thread.
         """
         with_sessions = {_peer_of(name) for name in self._peers_with_sessions()}
-        closed: Counter[str] = Counter()
+        received: dict[Peer, int] = {}
         for _, peer, sock in _tcp_sockets(self._ports):
             with sock, contextlib.suppress(OSError):
-                if peer not in with_sessions and _received_bytes(sock) >= least_bytes:
+                if peer not in with_sessions:
+                    received[peer] = _received_bytes(sock)
+        closed: Counter[str] = Counter()
+        if sum(received.values()) * _BYTES_PER_BYTE >= growth:
+            self._suspicion_ends = time.monotonic() + _SUSPICION_SECONDS
+        elif time.monotonic() >= self._suspicion_ends:
+            return closed
+        least = _LARGE_BYTES if growth < 2 * _ALARM_BYTES else 0
+        for _, peer, sock in _tcp_sockets(self._ports):
+            with sock, contextlib.suppress(OSError):
+                if received.get(peer, -1) >= least:
                     sock.shutdown(socket.SHUT_RDWR)
                     closed[network_of(peer[0])] += 1
         return closed
@@ -144,23 +160,21 @@ class GrpcConnections:
 
 
 class GrowthAlarm:
-    """Decides by the growth of the memory which connections are closed."""
+    """Compares the memory with the least of the last minute."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
         """Time and memory, each smaller than the next one: the first is the least of the window."""
 
-    def check(self, now: float, memory_bytes: int) -> int | None:
-        """Returns the least size of the connections to close; None if the memory does not grow."""
+    def check(self, now: float, memory_bytes: int) -> int:
+        """Returns by how many bytes the memory has grown; 0 if that is no reason for an alarm."""
         while self._samples and self._samples[-1][1] >= memory_bytes:
             self._samples.pop()
         self._samples.append((now, memory_bytes))
         while self._samples[0][0] < now - _ALARM_SECONDS:
             self._samples.popleft()
         growth = memory_bytes - self._samples[0][1]
-        if growth < _ALARM_BYTES:
-            return None
-        return _LARGE_BYTES if growth < 2 * _ALARM_BYTES else 0
+        return growth if growth >= _ALARM_BYTES else 0
 
 
 def _received_bytes(sock: socket.socket) -> int:

@@ -24,7 +24,7 @@ from ..telemetry.tracing import Tracing
 from .call_pace import CallPace
 from .receptions import LOCAL_OR_REMOTE, PUBLIC, GrpcCaller, Receptions, RefusalPace, RunningRequests, StreamShares
 from .request_checks import RefusingBounds
-from .slice_scheduler import Account, SliceScheduler
+from .slice_scheduler import GRPC_SECONDS, Account, SliceScheduler
 
 __all__ = ["RefusalInterceptor"]
 
@@ -46,8 +46,6 @@ _MAX_STREAMS_OF = {"/kvtier.v1.EventService/WatchEvents": 1024}
 """The same for streams that hold little memory."""
 _RUNNING_BYTES = 64 << 20
 """Memory of the requests of running calls over TCP, and over the Unix socket. A tenant has half."""
-_GRPC_SECONDS = 0.0002
-"""Use of the event loop by a call over gRPC before and after its handler."""
 _GARBAGE_SECONDS = 0.1
 """A caller whose request cannot be parsed is held back for so long."""
 _MAX_DELAY_SECONDS = 1.0
@@ -194,7 +192,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         if account is None:
             account = self._turns.account_without_session(CALLER.get().tenant or _caller_of(context).group)
         await self._turns.enter(account)
-        self._turns.charge(account, time.monotonic(), _GRPC_SECONDS)
+        self._turns.charge(account, time.monotonic(), GRPC_SECONDS)
         return account
 
     def _start(self, account: Account | None, behavior: Any, request: Any, context: Any) -> Any:
@@ -274,7 +272,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                         except Exception as error:  # noqa: BLE001 - as above
                             del request
                             await self._metered(account, outcome.abort(context, error))
-                        await _send(context, answer)
+                        await self._metered(account, _send(context, answer))
                         del answer  # frees the frame (2 MiB) during the wait for the next one
 
         return call

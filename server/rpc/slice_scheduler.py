@@ -23,11 +23,13 @@ from typing import Any, Protocol, TypeVar
 
 from ...tiers.types import EngineSession
 
-__all__ = ["Account", "SliceScheduler", "slices_of"]
+__all__ = ["GRPC_SECONDS", "Account", "SliceScheduler", "slices_of"]
 
 T = TypeVar("T")
 S = TypeVar("S", bound="_Share")
 
+GRPC_SECONDS = 0.0002
+"""Use of the event loop by gRPC itself, for a call or for a message of a stream."""
 _TURN_SECONDS = 0.0005
 """Short slices and short calls share a turn of the loop for so long."""
 _BURST_SECONDS = 0.0005
@@ -258,13 +260,16 @@ class SliceScheduler:
         await self._turn(running)
         return self._clock() + _TURN_SECONDS
 
-    async def turn(self, session: EngineSession) -> float:
+    async def turn(self, session: EngineSession, *, before: float = 0.0) -> float:
         """Waits until a call may run its next slice, up to its next `await`.
 
         Returns the time, on the clock of `time.monotonic`, until which the call may run further
-        short slices in this turn. Raises `Refused` if the session has ended meanwhile.
+        short slices in this turn. Raises `Refused` if the session has ended meanwhile. `before`:
+        seconds that the event loop has used for this slice before the call.
         """
         account = self._running or self.account_of(session.id) or Account(self._tenant(session.tenant))
+        if before:
+            self.charge(account, self._clock() - before, before)
         await self._turn(account)
         began = self._clock()
         self._sessions.check(session)

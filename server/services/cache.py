@@ -16,7 +16,7 @@ from ...tiers.base import RequestInfo, TierFilter
 from ...tiers.core.call_specs import LookupSpec, StoreSpec
 from ...tiers.core.leases import BlockLease
 from ...tiers.errors import CoreError, LeaseNotFound, StoreNotFound
-from ...tiers.types import EngineSession, KeyStatus, LeaseId, StoreId
+from ...tiers.types import EngineSession, KeyStatus, LeaseId, MissReason, StoreId
 from ..peers.sources import Located, PeerSources
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
@@ -354,6 +354,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         try:
             self._core.lease(session, lease.id)
         except CoreError:
+            self._core.lookup_handler.take_back_hits(lease, MissReason.PENDING)
             return None
         if any(block is not None for block in lease.items):
             return lease

@@ -10,7 +10,7 @@ from ..errors import LimitExceeded
 from ..stats.counters import HitCounters
 from ..stats.eviction_history import EvictionHistory
 from ..stats.miss_ratio_curve import MissRatioCurves
-from ..stats.request_log import LookupRecord, OutcomeRun, RequestLog, below_threshold, limit_runs, outcome_runs
+from ..stats.request_log import LookupRecord, OutcomeRun, RequestLog, limit_runs, outcome_runs, without_hits
 from ..types import EngineSession, MissReason, NamespaceSpec, Owner
 from .block import Block
 from .call_specs import LookupSpec
@@ -122,7 +122,7 @@ class LookupHandler:
                 now = yield from self.room.wait(lookup, now)
             if len(lookup.keys) > lookup.slice_keys:
                 now = yield None
-            while self._is_wanted(lookup) and self._next_slice(lookup, now):
+            while self._is_wanted(lookup, now) and self._next_slice(lookup, now):
                 now = (yield from self.room.wait(lookup, now)) if lookup.lacks_room else (yield None)
         except BaseException:
             self.abandon(lookup)
@@ -139,11 +139,15 @@ class LookupHandler:
         yield from self.run(lookup, now)
         return progress.answer(len(lookup.keys), len(lookup.retries), lookup.not_retained)
 
-    def _is_wanted(self, lookup: RunningLookup) -> bool:
+    def _is_wanted(self, lookup: RunningLookup, now: float) -> bool:
         """Returns False if the lease has ended. Raises InvalidItem after a withdrawal."""
         lookup.session.check_wanted(lookup.owner.grant_id)
-        if lookup.lease is None or self.leases.is_open(lookup.lease):
+        lease, rest = lookup.lease, len(lookup.keys) - lookup.position
+        if lease is None or self.leases.is_open(lease):
             return True
+        self._record(lookup, now, (OutcomeRun(rest, MissReason.PENDING),) if rest else (), None)
+        self.counters.miss(lookup.session.namespace.id, MissReason.PENDING, len(lookup.retries))
+        self.take_back_hits(lease, MissReason.PENDING, lookup)
         self.abandon(lookup)
         return False
 
@@ -207,25 +211,23 @@ class LookupHandler:
         lease = lookup.lease
         spec = lookup.spec
         if lease is not None and spec.prefix and not lookup.retries and lease.found < spec.min_hits:
-            self._take_back_hits(lookup, lease)
+            # Blocks were evicted after `_count_hits`, or there was no room for all of them.
+            self.take_back_hits(lease, MissReason.BELOW_THRESHOLD, lookup)
             self.abandon(lookup)
 
-    def _take_back_hits(self, lookup: RunningLookup, lease: BlockLease) -> None:
-        """Counts the hits of a lookup as misses, because it has fewer than `min_hits`.
-
-        Blocks were evicted after `_count_hits` had found them, or there was no room for all of
-        them.
-        """
-        namespace = lookup.session.namespace.id
-        found = zip(lease.items, lease.sources, strict=True)
-        ready = Counter(source for block, source in found if block is not None and block.ready)
-        for source, keys in ready.items():
+    def take_back_hits(self, lease: BlockLease, reason: MissReason, lookup: RunningLookup | None = None) -> None:
+        """Counts the hits of a lookup as misses, because it answers that no key is a hit."""
+        namespace, was_counted = lease.owner.engine[0], not self.leases.is_open(lease)
+        found = [pair for pair in zip(lease.items, lease.sources, strict=True) if pair[0] is not None]
+        for source, keys in Counter(source for block, source in found if was_counted or block.ready).items():
             self.counters.hit(namespace, source, -keys)
-        self.counters.miss(namespace, MissReason.BELOW_THRESHOLD, lease.hits)
+        self.counters.miss(namespace, reason, len(found))
         lease.counted = False
-        if lookup.record is not None:
-            lookup.record.found, lookup.record.first_miss = below_threshold(lookup.record.found), lookup.keys[0]
-        lookup.uncounted = deque((keys, below_threshold(runs)) for keys, runs in lookup.uncounted)
+        if lease.record is not None:
+            lease.record.found = without_hits(lease.record.found, reason)
+            lease.record.first_miss = lease.items[0].key if lease.items[0] is not None else lease.record.first_miss
+        if lookup is not None:
+            lookup.uncounted = deque((keys, without_hits(runs, reason)) for keys, runs in lookup.uncounted)
 
     def check_room(self, session: EngineSession, keys: int) -> None:
         if self.leases.items_of(session.id) + keys > MAX_LEASED_ITEMS:

@@ -71,7 +71,8 @@ class HitCounters:
         self.of(namespace).hits[tier] += keys
 
     def miss(self, namespace: NamespaceId, reason: MissReason, keys: int = 1) -> None:
-        self.of(namespace).misses[reason] += keys
+        if keys:
+            self.of(namespace).misses[reason] += keys
 
     def namespace_stats(self, blocks_per_tier: Sequence[Iterable[tuple[NamespaceId, int]]]) -> list[NamespaceStats]:
         """Returns statistics per namespace; `blocks_per_tier` yields (namespace, blocks)."""

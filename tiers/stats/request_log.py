@@ -20,9 +20,9 @@ __all__ = [
     "OutcomeRun",
     "RequestLog",
     "RequestRecord",
-    "below_threshold",
     "limit_runs",
     "outcome_runs",
+    "without_hits",
 ]
 
 
@@ -60,10 +60,10 @@ def limit_runs(runs: tuple[OutcomeRun, ...]) -> tuple[OutcomeRun, ...]:
     return runs[:MAX_OUTCOME_RUNS] + tuple(OutcomeRun(count, outcome) for outcome, count in rest.items())
 
 
-def below_threshold(runs: Sequence[OutcomeRun]) -> tuple[OutcomeRun, ...]:
-    """Returns the outcomes of a lookup with fewer hits than `min_hits`: none is a hit."""
-    short = [MissReason.BELOW_THRESHOLD if isinstance(run.outcome, int) else run.outcome for run in runs]
-    counts = zip(short, (run.count for run in runs), strict=True)
+def without_hits(runs: Sequence[OutcomeRun], reason: MissReason) -> tuple[OutcomeRun, ...]:
+    """Returns the outcomes of a lookup that answers that no key is a hit, for this reason."""
+    misses = [run.outcome if isinstance(run.outcome, MissReason) else reason for run in runs]
+    counts = zip(misses, (run.count for run in runs), strict=True)
     grouped = groupby(counts, key=itemgetter(0))
     return tuple(OutcomeRun(sum(count for _, count in run), outcome) for outcome, run in grouped)
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,20 @@ def test_peeked_bytes_stay() -> None:
     with connected(None, None) as (ours, theirs):
         ours.send([b"abc"])
         assert (theirs.peek(2), theirs.peek(3), theirs.read(3)) == (b"ab", b"abc", b"abc")
+
+
+def test_records_of_one_byte_are_read_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server waits after every 64 of them, and longer each time. Other records have no wait."""
+    with connected(*contexts(tmp_path)) as (server, client):
+        together(server.handshake, client.handshake)  # type: ignore[attr-defined]
+        pauses: list[float] = []
+        monkeypatch.setattr(time, "sleep", pauses.append)
+        found = bytearray(70_001)
+        for size, most in ((70_001, 0), (200, 0), (1, 9)):
+            count = 640 if size == 1 else 1
+            pieces = [bytes(size)] * count
+            together(partial(client.send, pieces), partial(server.receive, [memoryview(found)[: size * count]]))
+            assert (len(pauses), sorted(pauses)) == (most, pauses)
 
 
 @pytest.mark.parametrize("offered", ["q", None])

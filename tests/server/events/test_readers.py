@@ -178,6 +178,21 @@ async def test_a_subscriber_that_does_not_read(tmp_path: Path, monkeypatch: pyte
         await async_wait_until(lambda: made.readers == 1)
 
 
+async def test_a_peer_that_sends_single_bytes(tmp_path: Path) -> None:
+    """Each piece counts as 64 bytes, so its connection ends after about 1,000 of them."""
+    async with site(tmp_path, SubscriberConnection) as made:
+        peer = made.connect(SUBSCRIBES)
+        await async_wait_until(lambda: made.readers == 1)
+        (connection,) = made.server._readers[SubscriberConnection]
+        pieces = 0
+        while connection.is_open:
+            credit = connection._credit
+            peer.socket.sendall(frame(b"")[pieces % 2 :][:1])
+            pieces += 1
+            await async_wait_until(lambda before=credit: connection._credit < before or not connection.is_open)
+            assert pieces < 8000
+
+
 async def test_a_topic_that_no_reader_wants(tmp_path: Path) -> None:
     """They are passed over; a subscription ends when it is cancelled as often as made."""
     async with site(tmp_path, SubscriberConnection) as made:

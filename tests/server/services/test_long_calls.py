@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness.operations import run_to_end
 from harness.payloads import key_of
+from harness.push_frames import encode_push_frame
 from harness.service_calls import PART, SPEC, Calls, broker_of, duration, serving, transfers_of, until
 from harness.shared_tier import SharedDirectory
 
+from kvtier.cuda.host.socket_io import checksum
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
 from kvtier.protos.v1.common_pb2 import PackedKeys
 from kvtier.protos.wire.packed_keys import pack_keys, slices_of_keys, unpack_offsets
 from kvtier.server.bulk.messages import Begin, Caller, End, Granted, Refusal
+from kvtier.server.config.schema import LimitConfig
 from kvtier.server.refused import Refused
 from kvtier.server.rpc import request_checks
 from kvtier.server.runtime import TierRuntime
@@ -532,6 +536,35 @@ def test_a_pull_is_prepared_in_slices() -> None:
             calls.registry_ended = True
             with pytest.raises(Refused):
                 await first_frame()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("push", [True, False])
+def test_each_frame_of_a_stream_over_grpc_waits_for_a_turn(push: bool) -> None:  # noqa: FBT001
+    """Before, 64 Pulls of a tenant left another one 0.2 calls per second instead of 590."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            store_id, keys = calls.store(KEYS[:8]), KEYS[:8]
+            calls.validator.limits = LimitConfig(max_frame_bytes=PART)
+            service: Any = transfers_of(calls)
+            before = calls.long_calls.scheduler.turns
+            if push:
+                frame = encode_push_frame(0, checksum([memoryview(bytes(PART))]), [bytes(PART)], store_id=store_id)
+
+                async def frames() -> AsyncIterator[bytes]:
+                    for _ in keys:
+                        yield frame
+
+                assert (await service.Push(frames(), None)).received_bytes == 8 * PART
+            else:
+                run_to_end(calls.runtime.core.complete_store(calls.session, store_id))
+                lease_id = (await calls.look_up(keys)).lease_id
+                request = transfer_pb2.PullRequest(lease_id=lease_id, items=range(8))
+                assert len([each async for each in service.Pull(request, None)]) == 8
+            # The first frame of a Push tells which session it is.
+            assert calls.long_calls.scheduler.turns - before == 8 - push
 
     asyncio.run(scenario())
 

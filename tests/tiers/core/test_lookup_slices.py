@@ -166,15 +166,38 @@ def test_an_abandoned_lookup_leaves_no_pin() -> None:
     assert sum(block.pins for block in rig.core._cpu_tier._index if block.ready) == 0
 
 
-def test_a_lookup_whose_lease_ends_has_no_hits() -> None:
-    """Here the engine finishes the request between two slices."""
+@pytest.mark.parametrize("slices", [1, 2, 3])
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_lookup_whose_lease_ends_has_no_hits(slices: int, prefix: bool) -> None:  # noqa: FBT001
+    """Here the engine finishes the request between two slices. Figures and explanation say so."""
     rig = mixed_rig()
-    lookup = begin(rig, keys(*range(10, 30)), 5, request_id="r")
-    assert step(lookup)
+    names = keys(*range(10, 30))
+    lookup = begin(rig, names, 5, prefix=prefix, request_id="r")
+    for _ in range(slices):
+        assert step(lookup)
     rig.core.finish_request(rig.session, "r")
     assert not step(lookup)
+    rig.finish_jobs()
     assert lookup.answer.statuses() == MISS * 20
     assert sum(block.pins for block in rig.core._cpu_tier._index if block.ready) == 0
+    stats = rig.core.stats()
+    assert ([tier.hits for tier in stats.tiers], stats.misses_by_reason) == ([0, 0], {MissReason.PENDING: 20})
+    [record] = rig.core.explain("r")
+    found: LookupRecord = record.lookups[-1]
+    assert (found.outcomes(), found.first_miss) == ((OutcomeRun(20, MissReason.PENDING),), names[0])
+
+
+def test_a_lookup_whose_lease_expires_during_its_wait_has_no_hits() -> None:
+    """The call waits for the blocks that are being loaded; then it answers that all are misses."""
+    rig = mixed_rig()
+    lease = begin(rig, keys(*range(5, 15)), 10, request_id="r").finish().lease
+    assert lease is not None
+    assert lease.pending == 5
+    rig.core.tick(2 * FAR)
+    rig.core.lookup_handler.take_back_hits(lease, MissReason.PENDING)
+    rig.finish_jobs()
+    stats = rig.core.stats()
+    assert ([tier.hits for tier in stats.tiers], stats.misses_by_reason) == ([0, 0], {MissReason.PENDING: 10})
 
 
 def test_a_reset_ends_a_lookup_in_slices() -> None:
