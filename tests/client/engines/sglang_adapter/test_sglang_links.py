@@ -132,6 +132,17 @@ def test_a_load_uses_the_lease_of_its_lookup_once() -> None:
     assert client.leased[1] == LEASE_SECONDS + 3.0
 
 
+def test_a_load_of_pages_of_which_a_lease_has_some_looks_all_up() -> None:
+    """SGLang may load more pages than the lookup found, for example those that came later."""
+    client = LeaseClient([HIT, HIT, MISS], [HIT, HIT, HIT])
+    link = link_of(client)
+    assert link.find(HASHES) == 2
+    assert link.load(HASHES, rows(0, 1, 2)) == 3
+    assert link.load(HASHES[:2], rows(0, 1)) == 2
+    assert client.read_from == [(2, [0, 1, 2]), (1, [0, 1])]
+    assert client.released == [2, 1]
+
+
 @pytest.mark.parametrize(("seconds", "uses"), [(19.0, 1), (20.5, 2)])
 def test_an_old_lease_is_not_used(clock: SimpleNamespace, seconds: float, uses: int) -> None:
     """It could expire while pages are copied. The load looks the pages up again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from connector_fakes import FakeClient, make_request, make_step, scheduler_side
+from connector_fakes import UNKNOWN_ADAPTER, FakeClient, make_request, make_step, scheduler_side
 from harness.polling import wait_until
 
 from kvtier.client import Medium, TierFilter, make_key
@@ -88,6 +88,48 @@ def test_loading_and_saving_can_be_left_out() -> None:
     client = FakeClient(set(KEYS[:2]))
     assert _run(client, {"skip_save": True, "skip_load": True}) == (0, [])
     assert not client.begun
+
+
+HELD, OVERLAP = {"do_remote_decode": True}, {"do_remote_decode": True, "remote_overlap": True}
+BACK = {"do_remote_prefill": True}
+
+
+@pytest.mark.parametrize(
+    ("roles", "params", "own", "fields", "expected"),
+    [
+        ("LS", {}, {}, {}, "load save pull"),
+        ("S", {}, {}, {}, "save pull"),
+        ("L", {}, {}, {}, "load pull"),
+        ("LS", {}, {"skip_load": True}, {}, "save"),
+        ("LS", {}, {"skip_save": True}, {}, "load pull"),
+        ("LS", {}, {}, {"skip_reading_prefix_cache": True}, "save"),
+        ("LS", HELD, {}, {}, "load save pull hold"),
+        ("L", HELD, {}, {}, "load save pull hold"),
+        ("S", HELD, {"skip_load": True}, {}, "save hold"),
+        ("LS", HELD, {"skip_save": True}, {}, "load pull"),
+        ("LS", HELD, {"hold": False}, {}, "load save pull"),
+        ("LS", OVERLAP, {}, {}, "load save pull hold early"),
+        ("LS", BACK, {}, {}, "load save pull"),
+        ("LS2", BACK, {}, {}, "load save pull hold"),
+        ("L2", BACK, {}, {}, "load save pull hold"),
+        ("LS2", OVERLAP, {}, {"lora_request": UNKNOWN_ADAPTER}, ""),
+    ],
+)
+def test_what_a_request_may_do(
+    roles: str, params: dict[str, Any], own: dict[str, Any], fields: dict[str, Any], expected: str
+) -> None:
+    """Roles of the engine concern its cache. A hand-off stores and pulls in each role.
+
+    `roles`: L loads, S saves, 2 hands over in both directions.
+    """
+    options = {"may_load": "L" in roles, "may_save": "S" in roles, "bidirectional_kv_xfer": "2" in roles}
+    with scheduler_side(FakeClient(), **options) as (scheduler, _):
+        scheduler.new_request(
+            make_request(2, kv_transfer_params={**params, "kvtier": own}, num_prompt_tokens=8, **fields)
+        )
+        found = scheduler._requests["r"]
+    flags = {name: getattr(found, f"may_{name}") for name in ("load", "save", "pull", "hold")}
+    assert [name for name, value in (flags | {"early": found.holds_early}).items() if value] == expected.split()
 
 
 @pytest.mark.parametrize(
