@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -199,3 +200,11 @@ def test_each_property_of_a_page_is_in_its_description(name: str) -> None:
     """Pools that differ in one of them share no pages, also if the pages have the same size."""
     one, other = (HostPool(KV, SimpleNamespace(**{name: value}), (8,)).describe() for value in ("one", "other"))
     assert one != other
+
+
+def test_pools_of_another_kind_name_or_division_share_no_pages() -> None:
+    """Pages can have the same bytes in another order."""
+    pools = [HostPool(KV, kv_pool(), (4, 4)), HostPool(KV, kv_pool(), (8,)), HostPool("swa", kv_pool(), (8,))]
+    pools.append(HostPool(KV, SimpleNamespace(**vars(kv_pool())), (8,)))
+    descriptions = [pool.describe() for pool in pools]
+    assert all(one != other for one, other in itertools.combinations(descriptions, 2))

@@ -145,6 +145,22 @@ def test_settings_that_change_the_kv_are_not_neutral(owner: str) -> None:
     assert not neutral
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *("model_config.revision", "draft_model_config.revision", "model_config.max_logprobs"),
+        *("model_config.allowed_local_media_path", "load_config.download_dir", "load_config.safetensors_load_strategy"),
+        *("cache_config.gpu_memory_utilization", "offload_config.any", "scheduler_config.max_num_seqs"),
+        *("parallel_config.master_port", "kv_transfer_config.engine_id", "compilation_config.cudagraph_mode"),
+        *("model_config.enforce_eager", "compilation_config.compilation_time", "observability_config.any"),
+        *("lora_config.max_loras", "environment.VLLM_PORT", "environment.VLLM_LOGGING_LEVEL", "any.instance_id"),
+    ],
+)
+def test_settings_that_change_nothing_are_neutral(entry: str) -> None:
+    """One or two of each reason; otherwise engines on two hosts would share nothing."""
+    assert namespace.NEUTRAL.has(*entry.split("."))
+
+
 def test_parts_of_the_configuration_that_are_neutral() -> None:
     """All other parts have settings that count."""
     entries = [entry for reason in namespace.NEUTRAL.reasons.values() for entry in reason]
