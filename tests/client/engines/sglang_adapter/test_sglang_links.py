@@ -35,12 +35,14 @@ class LeaseClient:
         self.answers = list(answers)
         self.deadline = Deadline()
         self.waits: list[float | None] = []
+        self.prefixes: list[bool] = []
         self.leased: list[float] = []
         self.released: list[int] = []
         self.read_from: list[tuple[int, list[int]]] = []
 
     def lookup(self, keys: Sequence[bytes], *, lease: float, wait: float | None = None, prefix: bool = True) -> Any:
         self.waits.append(wait)
+        self.prefixes.append(prefix)
         self.leased.append(lease)
         number, statuses = len(self.waits), bytes(self.answers.pop(0))[: len(keys)]
         hits = next((n for n, status in enumerate(statuses) if status != HIT), len(statuses))
@@ -114,8 +116,10 @@ def test_a_wait_leaves_time_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_each_page_of_a_window_is_looked_up() -> None:
     """A lookup of a window does not end at the first page that is missing."""
-    client = LeaseClient([MISS, PENDING, HIT])
+    client = LeaseClient([MISS, PENDING, HIT], [HIT, MISS, MISS])
     assert link_of(client).find_each(HASHES) == [False, True, True]
+    assert link_of(client).find(HASHES) == 1
+    assert client.prefixes == [False, True], "a server pins no page behind a missing one"
 
 
 def test_a_load_uses_the_lease_of_its_lookup_once() -> None:

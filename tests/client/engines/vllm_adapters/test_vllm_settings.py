@@ -188,6 +188,33 @@ def test_what_is_wrong_is_one_warning(wrong: Any) -> None:
     assert _run(FakeClient(set(KEYS[:2])), wrong) == (8, KEYS[2:4])
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"retain_for_s": 30 * 86400}, {"retain_for_s": 30 * 86400 + 1}),
+        ({"retain_for_s": 0}, {"retain_for_s": -0.1}),
+        ({"conversation_id": "c" * 128}, {"conversation_id": "c" * 129}),
+        ({"hold_as": "h"}, {"hold_as": ""}),
+        ({"exclude": ["t"] * 16}, {"exclude": ["t"] * 17}),
+        ({"exclude": ["t" * 128]}, {"exclude": ["t" * 129]}),
+        ({"exclude_media": ["disk", "network"]}, {"exclude_media": ["disk", "paper"]}),
+        ({"source": "h" * 250 + ":1"}, {"source": "h" * 299 + ":1"}),
+        ({"min_hit_tokens": (1 << 31) - 1}, {"min_hit_tokens": 1 << 31}),
+        ({"min_hit_tokens": 0}, {"min_hit_tokens": True}),
+        ({"hold": False}, {"hold": 0}),
+        ({"skip_load": True}, {"skip_load": 1}),
+    ],
+    ids=str,
+)
+def test_the_limits_of_settings(right: dict[str, Any], wrong: dict[str, Any]) -> None:
+    """The last value that is accepted, and the first that is not."""
+    warnings: list[str] = []
+    RequestSettings.parse({"kvtier": right}, warnings.append)
+    assert not warnings
+    assert RequestSettings.parse({"kvtier": wrong}, warnings.append) == RequestSettings()
+    assert len(warnings) == 1
+
+
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": True}, {"kvtier": None}, "text"])
 def test_no_settings_are_no_warning(params: Any) -> None:
     """B1.2 Absent means an ordinary request."""
