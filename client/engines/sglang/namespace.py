@@ -113,7 +113,7 @@ def prepare_spaces(
     for members, ranks, rank in ((split, config.tp_size, config.tp_rank), (shared, 1, None)):
         if not members:
             continue
-        page_tokens = int(members[0].pool.page_size) if members[0].name == KV else _page_tokens(pools)
+        page_tokens = _page_tokens(pools)
         namespace = Namespace(
             model=settings.model_name or str(config.model_name or model),
             dtype=str(members[0].pool.dtype).removeprefix("torch."),

@@ -197,6 +197,13 @@ class TestChangesAfterTheStart:
         (tmp_path / "adapter_model.bin").write_text("1")
         assert identify_adapter(str(tmp_path))
 
+    @pytest.mark.usefixtures("started")
+    @pytest.mark.parametrize("path", ["/nowhere", "no such/folder/at all", "org/name", ""])
+    def test_an_adapter_that_is_nowhere_is_an_error(self, path: str) -> None:
+        """A folder that does not exist, or a name on a hub that the cache lacks."""
+        with pytest.raises(FileNotFoundError, match="no "):
+            identify_adapter(path)
+
     def test_the_start_of_a_process(self, tmp_path: Path) -> None:
         """Files are older than a process that begins next, and newer than this one."""
         _model(tmp_path / "m")

@@ -7,8 +7,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +16,11 @@ import torch
 from harness.tiny_llama import one_thread, tiny_llama  # noqa: F401 - a fixture
 from transformers import BitsAndBytesConfig, LlamaConfig
 
+from kvtier.client import Group, Namespace
 from kvtier.client.engines.identity import SCHEME, WEIGHTS
 from kvtier.client.engines.transformers import KVTierCache, model_identity
-from kvtier.client.engines.transformers.layout import CACHE_ARGUMENT
+from kvtier.client.engines.transformers.cache import HASH_SCHEME
+from kvtier.client.engines.transformers.layout import CACHE_ARGUMENT, CacheLayout
 from kvtier.client.engines.transformers.model_identity import (
     NEUTRAL,
     ChangedWeights,
@@ -488,34 +490,132 @@ def test_another_version_or_processor_has_another_namespace(
     assert engine_attributes(torch.device("cpu")) != before
 
 
+class _BackEnds:
+    """Settings of torch's back ends by path; those in `changed` have another value."""
+
+    def __init__(self, path: str = "", changed: str = "") -> None:
+        self._path, self._changed = path, changed
+
+    def __getattr__(self, name: str) -> Any:
+        path = f"{self._path}{name}"
+        value = "other" if path == self._changed else "usual"
+        if path in _SWITCHES:
+            return (lambda: value) if name.endswith("_sdp_enabled") else value
+        return _BackEnds(f"{path}.", self._changed)
+
+
+_SWITCHES = (
+    "fp32_precision",
+    *("mkldnn.enabled", "mkldnn.fp32_precision", "mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision"),
+    *("cudnn.allow_tf32", "cudnn.conv.fp32_precision", "cuda.matmul.fp32_precision"),
+    *("cuda.matmul.allow_fp16_reduced_precision_reduction", "cuda.matmul.allow_bf16_reduced_precision_reduction"),
+    *("cuda.flash_sdp_enabled", "cuda.mem_efficient_sdp_enabled", "cuda.math_sdp_enabled", "cuda.cudnn_sdp_enabled"),
+)
+
+
+def _run_settings(kind: str = "cpu") -> str:
+    return model_identity.run_settings(torch.device(kind))
+
+
+@pytest.mark.parametrize("switch", _SWITCHES)
+def test_each_switch_of_a_back_end_counts(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them may choose another kernel, so KV that was computed under it is kept apart."""
+    with monkeypatch.context() as usual:
+        usual.setattr(torch, "backends", _BackEnds())
+        before = _run_settings()
+    with monkeypatch.context() as other:
+        other.setattr(torch, "backends", _BackEnds(changed=switch))
+        after = _run_settings()
+    assert before != after
+
+
 @pytest.mark.parametrize(
-    ("module", "name", "value"),
+    ("name", "value"),
     [
-        (torch, "get_default_dtype", lambda: torch.float64),
-        (torch, "are_deterministic_algorithms_enabled", lambda: None),
-        *((torch.backends.cuda, f"{kind}_sdp_enabled", lambda: None) for kind in ("flash", "mem_efficient", "math")),
-        (torch.backends.cuda, "cudnn_sdp_enabled", lambda: None),
-        (model_identity, "_precisions", lambda: ["other"]),
+        ("get_default_dtype", torch.float64),
+        ("are_deterministic_algorithms_enabled", None),
+        ("get_float32_matmul_precision", "medium"),
     ],
 )
-def test_each_setting_of_torch_counts(module: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them may choose another kernel, so KV that was computed under it is kept apart."""
-    before = model_identity.run_settings(torch.device("cpu"))
-    monkeypatch.setattr(module, name, value)
-    assert model_identity.run_settings(torch.device("cpu")) != before
+def test_each_setting_of_torch_counts(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _run_settings()
+    monkeypatch.setattr(torch, name, lambda: value)
+    assert _run_settings() != before
 
 
-_SWITCHES = {
-    "mkldnn": ("enabled", "fp32_precision", "matmul", "conv"),
-    "cudnn": ("allow_tf32", "conv"),
-}
+def test_autocast_of_the_models_device_counts() -> None:
+    """Off, and each of its element types. That of another device has no effect."""
+    found = [_run_settings()]
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            found.append(_run_settings())
+            assert _run_settings("cuda") == found[0]
+    assert len(set(found)) == 3
 
 
-@pytest.mark.parametrize("name", ["mkldnn.enabled", "cudnn.allow_tf32"])
-def test_each_switch_of_a_back_end_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, switch = name.split(".")
-    before = model_identity.run_settings(torch.device("cpu"))
-    backend = SimpleNamespace(**{each: getattr(getattr(torch.backends, module), each) for each in _SWITCHES[module]})
-    setattr(backend, switch, not getattr(backend, switch))
-    monkeypatch.setattr(torch.backends, module, backend)
-    assert model_identity.run_settings(torch.device("cpu")) != before
+def test_programs_may_use_either_kind_of_precision_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch refuses the older kind if the program has used the newer one."""
+
+    def refuse() -> str:
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
+    before = _run_settings()
+    monkeypatch.setattr(torch, "backends", _BackEnds(changed="cuda.matmul.fp32_precision"))
+    assert _run_settings() != before
+
+
+def test_another_kind_of_device_has_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two generations of a GPU have other kernels, and so have a GPU and a processor."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, device.index or 0))
+    names = ["cuda:0", "cuda:1", "cpu"]
+    assert len({engine_attributes(torch.device(name))["device"] for name in names}) == 3
+
+
+def test_each_field_of_the_namespace() -> None:
+    server, spaces = FakeServer(), []
+
+    def connect(namespace: Any) -> Any:
+        spaces.append(namespace)
+        return server.client(namespace)
+
+    model = tiny_llama()
+    options: dict[str, Any] = {"name": "m", "revision": "7", "tenant": "red", "block_tokens": BLOCK}
+    with KVTierCache(model, connect=connect, **options) as cache:
+        assert cache.client is not None
+        cache.model_changed()
+        _hit(cache)
+    layout = CacheLayout.probe(model, BLOCK)
+    expected = Namespace(
+        model="m",
+        dtype="float32",
+        groups=(Group(layout.part_bytes, BLOCK, "full_attention"),),
+        layout=layout.describe(),
+        hash_scheme=HASH_SCHEME,
+        revision="7",
+        tenant="red",
+    )
+    assert [replace(space, attributes={}) for space in spaces] == [expected] * 2
+    common = {"engine", "device", "torch", *SCHEME}
+    assert [space.attributes.keys() for space in spaces] == [
+        common | {"settings", "state"},
+        common | {"weights_version"},
+    ]
+
+
+def test_a_model_without_a_name_has_that_of_its_class() -> None:
+    server, spaces = FakeServer(), []
+
+    def connect(namespace: Any) -> Any:
+        spaces.append(namespace)
+        return server.client(namespace)
+
+    for named in ({"revision": "7"}, {"name": "m"}, {}):
+        with KVTierCache(tiny_llama(), connect=connect, **named) as cache:
+            cache.wait_until_identified(60)
+    assert [(space.model, space.revision) for space in spaces] == [
+        ("LlamaForCausalLM", "7"),
+        ("m", ""),
+        ("LlamaForCausalLM", ""),
+    ]
+    assert all(WEIGHTS in space.attributes for space in spaces), "a name without revision can have any weights"

@@ -175,6 +175,58 @@ def test_only_what_tokens_alone_decide_is_cached(
     assert (reason_to_bypass(tokens, options, GenerationConfig()) is None) is plain
 
 
+COUNTED = (
+    *("cache_config", "cache_implementation", "diversity_penalty", "dola_layers", "guidance_scale", "low_memory"),
+    *("num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states"),
+    *("penalty_alpha", "prefill_chunk_size", "prompt_lookup_num_tokens", "token_healing", "use_cache"),
+)
+"""Settings of generation that change the KV, or fill other caches than one of one sequence."""
+
+
+@pytest.mark.parametrize("way", ["argument", "generation_config", "model"])
+@pytest.mark.parametrize("name", COUNTED)
+def test_each_setting_that_changes_the_kv_is_computed_without_the_cache(name: str, way: str) -> None:
+    """As argument of `generate`, in the configuration passed to it, or in that of the model."""
+    tokens, settings = torch.ones((1, 9), dtype=torch.int64), GenerationConfig()
+    assert reason_to_bypass(tokens, {}, settings) is None
+    for value in (False, 2) if name == "use_cache" else (2, "other"):
+        changed = GenerationConfig()
+        setattr(changed, name, value)
+        options = {"argument": {name: value}, "generation_config": {"generation_config": changed}, "model": {}}[way]
+        assert reason_to_bypass(tokens, options, changed if way == "model" else settings), value
+
+
+def test_a_setting_passed_to_generate_replaces_that_of_the_model() -> None:
+    """As in transformers: a value that differs from the default of the class."""
+    tokens, model, passed = torch.ones((1, 9), dtype=torch.int64), GenerationConfig(), GenerationConfig()
+    model.guidance_scale = 3.0
+    assert reason_to_bypass(tokens, {"generation_config": passed}, model)
+    assert reason_to_bypass(tokens, {"guidance_scale": None}, model) is None
+    passed.guidance_scale = 1.0
+    assert reason_to_bypass(tokens, {"generation_config": passed}, model) is None
+
+
+@pytest.mark.parametrize(
+    ("pad", "end", "plain"),
+    [
+        (None, None, True),
+        (1, None, False),
+        (2, None, True),
+        (1, 1, True),
+        (1, [2, 1], True),
+        (torch.tensor(1), torch.tensor([2]), False),
+        (torch.tensor([1]), torch.tensor([1, 2]), True),
+    ],
+)
+def test_padding_of_a_prompt_without_mask(pad: Any, end: Any, *, plain: bool) -> None:
+    """Transformers masks tokens that are padding, unless they are also the end of a text."""
+    settings = GenerationConfig()
+    settings.pad_token_id, settings.eos_token_id = pad, end
+    tokens = torch.tensor([[3, 1, 4]])
+    assert (reason_to_bypass(tokens, {}, settings) is None) is plain
+    assert reason_to_bypass(tokens, {"attention_mask": torch.ones_like(tokens)}, settings) is None
+
+
 def test_a_setting_of_a_later_release_is_not_cached() -> None:
     """A setting that kvtier does not know may change the KV."""
     settings = GenerationConfig()

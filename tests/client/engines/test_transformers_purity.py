@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.models.llama import modeling_llama
 
+from kvtier.client import KVTierError
 from kvtier.client.engines.transformers import KVTierCache
-from kvtier.client.engines.transformers.layout import CACHE_ARGUMENT
+from kvtier.client.engines.transformers.layout import CACHE_ARGUMENT, CacheLayout
 from kvtier.client.engines.transformers.model_state import Snapshot
 from kvtier.client.testing import FakeServer
 
@@ -832,9 +834,13 @@ def test_a_missing_block_ends_the_hit(model: Any, server: FakeServer, cache: KVT
     assert cache.last_hit.tokens == 2 * BLOCK
 
 
-def test_a_restore_releases_its_lease(server: FakeServer, cache: KVTierCache) -> None:
+def test_a_restore_releases_its_lease(server: FakeServer, cache: KVTierCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a hit, a miss, and a failed read the server has no lease."""
     cache.restore(PROMPT)
     assert cache.last_hit.tokens == 32
     cache.restore(PROMPT.flip(1))
     assert not server._leases
+    for error in (MemoryError, RuntimeError, KVTierError):
+        monkeypatch.setattr(CacheLayout, "copy_in", Mock(side_effect=error("no memory")))
+        assert cache.restore(PROMPT)[1].tokens == cache.last_hit.tokens == 0
+        assert not server._leases

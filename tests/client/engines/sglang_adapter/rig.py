@@ -16,9 +16,13 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from kvtier.client.engines.sglang import KVTierStorage, storage
 from kvtier.client.engines.sglang import config as adapter_config
+from kvtier.client.engines.sglang.config import StorageConfig
+from kvtier.client.engines.sglang.layout import HostPool
+from kvtier.client.engines.sglang.namespace import Space, prepare_spaces
 from kvtier.client.timeouts import Timeouts
 
 __all__ = [
+    "HEADS",
     "LAYOUTS",
     "PAGE",
     "attach",
@@ -29,6 +33,7 @@ __all__ = [
     "mamba_pool",
     "page_of",
     "rows",
+    "spaces_of",
 ]
 
 PAGE = 4
@@ -94,6 +99,50 @@ def page_of(pool: Any, page: int) -> bytes:
     return flat
 
 
+def storage_config(extra: Mapping[str, Any], **config: Any) -> HiCacheStorageConfig:
+    """Returns what SGLang passes to the storage of an engine with one rank, changed by `config`."""
+    usual = {
+        "tp_rank": 0,
+        "tp_size": 1,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": False,
+        "enable_storage_metrics": True,
+        "is_page_first_layout": False,
+        "model_name": "tiny",
+        "extra_config": extra,
+    }
+    return HiCacheStorageConfig(**{**usual, **config})
+
+
+def engine_arguments(changed: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns the arguments of an engine by SGLang's groups."""
+    given: dict[str, dict[str, Any]] = {
+        "model": {"model_path": "tiny", "revision": "a" * 40},
+        "device": {"device": "cpu"},
+        "lora": {"enable_lora": None, "lora_paths": None},
+        "parallel": {"enable_kv_cache_sharding": False},
+    }
+    for group, values in changed.items():
+        given.setdefault(group, {}).update(values)
+    return given
+
+
+def spaces_of(
+    *pools: tuple[str, Any],
+    settings: StorageConfig | None = None,
+    arguments: Mapping[str, Mapping[str, Any]] | None = None,
+    version: str = "",
+    **config: Any,
+) -> list[Space]:
+    """Returns the namespaces of an engine with these pools, without a server."""
+    probed = [HostPool.probe(name, pool) for name, pool in pools]
+    given = engine_arguments(arguments or {})
+    return prepare_spaces(storage_config({}, **config), given, settings or StorageConfig(), probed, version)()
+
+
 @contextlib.contextmanager
 def attach(
     endpoint: str,
@@ -106,28 +155,8 @@ def attach(
 
     `arguments`: arguments of the engine by SGLang's groups.
     """
-    settings = {
-        "tp_rank": 0,
-        "tp_size": 1,
-        "pp_rank": 0,
-        "pp_size": 1,
-        "attn_cp_rank": 0,
-        "attn_cp_size": 1,
-        "is_mla_model": False,
-        "enable_storage_metrics": True,
-        "is_page_first_layout": False,
-        "model_name": "tiny",
-        "extra_config": extra_config(**{"endpoint": endpoint, **(extra or {})}),
-        **config,
-    }
-    given: dict[str, dict[str, Any]] = {
-        "model": {"model_path": "tiny", "revision": "a" * 40},
-        "device": {"device": "cpu"},
-        "lora": {"enable_lora": None, "lora_paths": None},
-        "parallel": {"enable_kv_cache_sharding": False},
-    }
-    for group, values in (arguments or {}).items():
-        given.setdefault(group, {}).update(values)
+    settings = storage_config(extra_config(**{"endpoint": endpoint, **(extra or {})}), **config)
+    given = engine_arguments(arguments or {})
     long = Timeouts(connect=60, call=60, transfer=60)
     with (
         mock.patch.object(KVTierStorage, "call_seconds", 120.0),
@@ -135,7 +164,7 @@ def attach(
         mock.patch.object(storage, "engine_settings", return_value=given),
         mock.patch.object(storage, "agree", lambda text, ranks: text if ranks == 1 else "agreed"),
         mock.patch.object(storage, "Timeouts", return_value=long),
-        contextlib.closing(KVTierStorage(HiCacheStorageConfig(**settings), {})) as attached,
+        contextlib.closing(KVTierStorage(settings, {})) as attached,
     ):
         attached.register_mem_pool_host(pools[0])
         for name, pool in zip((PoolName.KV, PoolName.MAMBA), pools, strict=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -34,12 +35,14 @@ class LeaseClient:
         self.answers = list(answers)
         self.deadline = Deadline()
         self.waits: list[float | None] = []
+        self.prefixes: list[bool] = []
         self.leased: list[float] = []
         self.released: list[int] = []
         self.read_from: list[tuple[int, list[int]]] = []
 
     def lookup(self, keys: Sequence[bytes], *, lease: float, wait: float | None = None, prefix: bool = True) -> Any:
         self.waits.append(wait)
+        self.prefixes.append(prefix)
         self.leased.append(lease)
         number, statuses = len(self.waits), bytes(self.answers.pop(0))[: len(keys)]
         hits = next((n for n, status in enumerate(statuses) if status != HIT), len(statuses))
@@ -113,8 +116,10 @@ def test_a_wait_leaves_time_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_each_page_of_a_window_is_looked_up() -> None:
     """A lookup of a window does not end at the first page that is missing."""
-    client = LeaseClient([MISS, PENDING, HIT])
+    client = LeaseClient([MISS, PENDING, HIT], [HIT, MISS, MISS])
     assert link_of(client).find_each(HASHES) == [False, True, True]
+    assert link_of(client).find(HASHES) == 1
+    assert client.prefixes == [False, True], "a server pins no page behind a missing one"
 
 
 def test_a_load_uses_the_lease_of_its_lookup_once() -> None:
@@ -130,6 +135,17 @@ def test_a_load_uses_the_lease_of_its_lookup_once() -> None:
     assert client.read_from == [(1, [0, 1]), (2, [0, 1]), (1, [2])]
     assert client.released == [2, 1]
     assert client.leased[1] == LEASE_SECONDS + 3.0
+
+
+def test_a_load_of_pages_of_which_a_lease_has_some_looks_all_up() -> None:
+    """SGLang may load more pages than the lookup found, for example those that came later."""
+    client = LeaseClient([HIT, HIT, MISS], [HIT, HIT, HIT])
+    link = link_of(client)
+    assert link.find(HASHES) == 2
+    assert link.load(HASHES, rows(0, 1, 2)) == 3
+    assert link.load(HASHES[:2], rows(0, 1)) == 2
+    assert client.read_from == [(2, [0, 1, 2]), (1, [0, 1])]
+    assert client.released == [2, 1]
 
 
 @pytest.mark.parametrize(("seconds", "uses"), [(19.0, 1), (20.5, 2)])
@@ -188,3 +204,11 @@ def test_each_property_of_a_page_is_in_its_description(name: str) -> None:
     """Pools that differ in one of them share no pages, also if the pages have the same size."""
     one, other = (HostPool(KV, SimpleNamespace(**{name: value}), (8,)).describe() for value in ("one", "other"))
     assert one != other
+
+
+def test_pools_of_another_kind_name_or_division_share_no_pages() -> None:
+    """Pages can have the same bytes in another order."""
+    pools = [HostPool(KV, kv_pool(), (4, 4)), HostPool(KV, kv_pool(), (8,)), HostPool("swa", kv_pool(), (8,))]
+    pools.append(HostPool(KV, SimpleNamespace(**vars(kv_pool())), (8,)))
+    descriptions = [pool.describe() for pool in pools]
+    assert all(one != other for one, other in itertools.combinations(descriptions, 2))

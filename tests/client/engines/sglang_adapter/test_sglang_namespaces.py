@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness.server_process import ServerProcess
-from rig import attach, hashes, kv_pool, rows
+from rig import HEADS, PAGE, attach, hashes, kv_pool, latent_pool, mamba_pool, rows, spaces_of
+from sglang.version import __version__ as sglang_version
+
+from kvtier.client import Group, GroupKind, Namespace
+from kvtier.client.engines.failures import Unsupported
+from kvtier.client.engines.identity import SCHEME, namespace_digest
+from kvtier.client.engines.sglang import namespace
+from kvtier.client.engines.sglang.config import StorageConfig
+from kvtier.client.engines.sglang.layout import KV, MAMBA, HostPool
 
 KEYS = hashes("prompt", 6)
 
@@ -46,6 +55,120 @@ def pages_found(server: ServerProcess, arguments: dict[str, Any]) -> int:
 def store_pages(server: ServerProcess, arguments: dict[str, Any]) -> None:
     with attach(server.endpoint, kv_pool(seed=1), arguments=arguments) as storage:
         assert all(storage.batch_set_v1(KEYS, rows(*range(6))))
+
+
+def test_each_field_of_the_namespaces() -> None:
+    """A model with latent attention and Mamba states, in the second of two ranks and stages.
+
+    The tokens of a page are those of the KV: a page of the Mamba pool is one state.
+    """
+    kv, states = latent_pool(), mamba_pool(layout="page_first")
+    ranks = {"tp_size": 2, "tp_rank": 1, "pp_size": 3, "pp_rank": 1, "is_mla_model": True}
+    own = StorageConfig(tenant="red")
+    split, shared = spaces_of((KV, kv), (MAMBA, states), settings=own, version="7", **ranks)
+    assert [(space.rank, [pool.name for pool in space.pools]) for space in (split, shared)] == [
+        (1, [MAMBA]),
+        (None, [KV]),
+    ]
+    common: dict[str, Any] = {
+        "model": "tiny",
+        "dtype": "float16",
+        "hash_scheme": "sglang:sha256:4",
+        "revision": "a" * 40,
+        "tenant": "red",
+    }
+    assert [replace(space.namespace, attributes={}) for space in (split, shared)] == [
+        Namespace(
+            groups=(Group(sum(HostPool.probe(MAMBA, states).pieces), PAGE, MAMBA, GroupKind.STATE),),
+            layout="sglang:page_first",
+            world_size=2,
+            **common,
+        ),
+        Namespace(
+            groups=(Group(sum(HostPool.probe(KV, kv).pieces), PAGE, KV, GroupKind.FULL_ATTENTION),),
+            layout="sglang:page_first_direct",
+            world_size=1,
+            **common,
+        ),
+    ]
+    for space, size in ((split, "2"), (shared, "1")):
+        attributes = dict(space.namespace.attributes)
+        assert len(attributes.pop("pools")) == len(attributes.pop("settings")) == 64
+        assert attributes == SCHEME | {
+            "engine": f"sglang {sglang_version}",
+            "device": f"cpu {torch.backends.cpu.get_cpu_capability()}",
+            "pipeline": "1 of 3",
+            "tensor_parallel_size": size,
+            "weights_version": "7",
+            "weights": f"commit {'a' * 40}",
+        }
+
+
+def digests_of(*pools: tuple[str, Any], **changes: Any) -> list[str]:
+    return [namespace_digest(space.namespace) for space in spaces_of(*pools, **changes)]
+
+
+def test_ranks_and_groups_of_pools() -> None:
+    """Ranks with different KV have a part each. Pools of one model are groups in their order."""
+    assert [space.rank for space in spaces_of((KV, kv_pool()))] == [None]
+    (space,) = spaces_of((KV, kv_pool()), ("swa", kv_pool(heads=1)), ("draft_swa", kv_pool()), tp_size=2, tp_rank=1)
+    assert (space.rank, space.namespace.world_size) == (1, 2)
+    windows = [GroupKind.SLIDING_WINDOW] * 2
+    assert [group.kind for group in space.namespace.groups] == [GroupKind.FULL_ATTENTION, *windows]
+    assert [group.name for group in space.namespace.groups] == [KV, "swa", "draft_swa"]
+    assert space.namespace.groups[1].part_bytes * HEADS == space.namespace.groups[0].part_bytes
+    assert digests_of((KV, kv_pool()), pp_size=2) != digests_of((KV, kv_pool()), pp_size=2, pp_rank=1)
+
+
+@pytest.mark.parametrize("size", ["attn_cp_size", "dcp_size"])
+def test_context_parallel_engines_are_refused(size: str) -> None:
+    """A rank has some of the tokens of a page."""
+    with pytest.raises(Unsupported, match="context parallelism"):
+        spaces_of((KV, kv_pool()), **{size: 2})
+
+
+def test_the_name_of_a_model() -> None:
+    """The setting is first, then SGLang's name, then the path."""
+    names = [
+        spaces_of((KV, kv_pool()), settings=StorageConfig(model_name=own), model_name=served)[0].namespace.model
+        for own, served in (("own", "served"), ("", "served"), ("", None))
+    ]
+    assert names == ["own", "served", "tiny"]
+
+
+def test_engines_on_other_devices_or_of_another_version_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels and the format of a page may differ. Two generations of a GPU are two devices."""
+    gpu = {"device": {"device": "cuda"}}
+    digests = digests_of((KV, kv_pool())) + digests_of((KV, kv_pool()), arguments=gpu)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "other")
+    digests += digests_of((KV, kv_pool()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability in ((8, 0), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        digests += digests_of((KV, kv_pool()), arguments=gpu)
+    monkeypatch.setattr(namespace, "sglang_version", "0.5.24")
+    digests += digests_of((KV, kv_pool()))
+    assert len(set(digests)) == len(digests) == 6
+
+
+COUNTED = {
+    "model": ("dtype", "kv_cache_dtype", "quantization", "weight_version", "trust_remote_code"),
+    "exec.attention": ("attention_backend", "prefill_attention_backend", "page_size"),
+    "exec.graph": ("enable_torch_compile",),
+    "memory": ("page_size", "enable_hisparse", "hisparse_config"),
+    "exec.overlap": ("forward_hooks",),
+    "speculative": ("speculative_algorithm", "speculative_draft_model_path"),
+    "lora": ("lora_target_modules", "max_lora_rank"),
+    "multimodal": ("mm_attention_backend",),
+    "new group": ("new argument",),
+}
+
+
+@pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in COUNTED.items() for name in names])
+def test_each_argument_that_changes_the_kv_counts(group: str, name: str) -> None:
+    """Also one in a group whose other arguments are neutral."""
+    values = [digests_of((KV, kv_pool()), arguments={group: {name: value}}) for value in ("one", "other")]
+    assert values[0] != values[1]
 
 
 def test_a_retrained_adapter_shares_no_pages(server: ServerProcess, tmp_path: Path) -> None:

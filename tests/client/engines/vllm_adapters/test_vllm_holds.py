@@ -432,5 +432,6 @@ def test_a_defect_in_handing_over_does_not_keep_a_request_from_ending(monkeypatc
         monkeypatch.setattr(scheduler._handoffs, "finished", fail)
         with pytest.raises(KeyError):
             scheduler.request_finished(request, TABLE)
+        assert not scheduler.build_step(make_step({})).saves, "workers may still write into the blocks"
         wait_until(lambda: client.finished == ["r"])
         assert scheduler._core._requests == {}

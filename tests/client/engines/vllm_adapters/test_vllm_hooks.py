@@ -281,8 +281,18 @@ def test_a_set_up_that_fails_disables_the_connector(
     assert made._scheduler is None
     assert made._worker is None
     assert made.get_num_new_matched_tokens(make_request(1), 0) == (0, False)
-    assert made.build_connector_meta(SimpleNamespace()) == StepMetadata()
+    step = made.build_connector_meta(SimpleNamespace())
+    assert (step, step.is_lost) == (StepMetadata(), False)
     made.register_kv_caches({})
+    made.update_state_after_alloc(make_request(1), SimpleNamespace(get_block_ids=list), 0)
+    assert made.request_finished(make_request(1), []) == (False, None)
+    assert (made.has_pending_push_work(), made.has_pending_block_frees(), list(made.take_events())) == (
+        False,
+        False,
+        [],
+    )
+    assert made.reset_cache() is True, "otherwise vLLM repeats the call"
+    assert made.get_external_cache_hit_sources(make_request(1), 0) == {}
 
 
 def test_without_prefix_caching_the_connector_disables_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from connector_fakes import make_request
 from connector_rig import MakeConnector, server_of
-from engine_config import engine_config, full, kv_cache, state, window
+from engine_config import TOKENS, engine_config, full, kv_cache, state, window
 from harness.polling import wait_until
+from vllm import __version__ as vllm_version
 
-from kvtier.client import make_key
-from kvtier.client.engines.identity import namespace_digest
+from kvtier.client import Group, GroupKind, Namespace, make_key
+from kvtier.client.engines.identity import SCHEME, WEIGHTS, namespace_digest
 from kvtier.client.engines.vllm import namespace
 
 
@@ -98,6 +99,107 @@ def test_groups_of_another_form_share_nothing(digest_of: Callable[..., str]) -> 
     assert len({digest_of(kv_cache(full(), spec)) for spec in states}) == 3
     swapped = replace(state(), shapes=((3, 2), (4,)))
     assert digest_of(kv_cache(full(), swapped)) != digest_of(kv_cache(full(), state()))
+
+
+COUNTED: dict[str, tuple[str, ...]] = {
+    "model_config": (
+        *("code_revision", "config_format", "convert", "disable_cascade_attn", "disable_sliding_window", "dtype"),
+        *(
+            "hf_config",
+            "hf_config_path",
+            "hf_overrides",
+            "max_model_len",
+            "mm_processor_kwargs",
+            "model_class_overrides",
+        ),
+        *("model_impl", "model_weights", "multimodal_config", "override_attention_dtype", "pooler_config"),
+        *("quantization", "quantization_config", "rope_scaling", "rope_theta", "runner", "seed", "tokenizer"),
+        *("tokenizer_mode", "tokenizer_revision", "trust_remote_code"),
+    ),
+    "hf_config": ("architectures", "rope_scaling", "rope_theta", "sliding_window", "quantization_config"),
+    "cache_config": (
+        *("block_size", "cache_dtype", "calculate_kv_scales", "kv_sharing_fast_prefill", "mamba_block_size"),
+        *("mamba_cache_dtype", "mamba_cache_mode", "mamba_ssm_cache_dtype", "sliding_window"),
+    ),
+    "attention_config": ("backend", "flash_attn_version", "use_cudnn_prefill", "use_trtllm_attention"),
+    "load_config": ("load_format", "model_loader_extra_config", "ignore_patterns"),
+    "lora_config": ("max_lora_rank", "lora_dtype", "fully_sharded_loras", "default_mm_loras"),
+    "speculative_config": ("method", "model", "num_speculative_tokens", "quantization", "draft_sample_method"),
+    "scheduler_config": ("disable_chunked_mm_input", "disable_hybrid_kv_cache_manager"),
+    "parallel_config": ("all2all_backend", "cp_kv_cache_interleave_size", "decode_context_parallel_size"),
+    "compilation_config": ("backend", "custom_ops", "level", "mode", "pass_config", "use_inductor"),
+    "pass_config": ("fuse_attn_quant", "fuse_norm_quant"),
+    "kernel_config": ("linear_backend", "moe_backend"),
+    "environment": (
+        *("VLLM_ATTENTION_BACKEND", "VLLM_BATCH_INVARIANT", "VLLM_CPU_SGL_KERNEL", "VLLM_FLASH_ATTN_VERSION"),
+        *("VLLM_KV_CACHE_LAYOUT", "VLLM_USE_DEEP_GEMM", "VLLM_USE_TRITON_AWQ"),
+    ),
+}
+"""Settings that change the KV, or that may change it."""
+
+
+@pytest.mark.parametrize("owner", COUNTED)
+def test_settings_that_change_the_kv_are_not_neutral(owner: str) -> None:
+    """Also one that a later version adds, except in parts that cannot change the KV at all."""
+    neutral = [name for name in (*COUNTED[owner], "of_a_later_version") if namespace.NEUTRAL.has(owner, name)]
+    assert not neutral
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *("model_config.revision", "draft_model_config.revision", "model_config.max_logprobs"),
+        *("model_config.allowed_local_media_path", "load_config.download_dir", "load_config.safetensors_load_strategy"),
+        *("cache_config.gpu_memory_utilization", "offload_config.any", "scheduler_config.max_num_seqs"),
+        *("parallel_config.master_port", "kv_transfer_config.engine_id", "compilation_config.cudagraph_mode"),
+        *("model_config.enforce_eager", "compilation_config.compilation_time", "observability_config.any"),
+        *("lora_config.max_loras", "environment.VLLM_PORT", "environment.VLLM_LOGGING_LEVEL", "any.instance_id"),
+    ],
+)
+def test_settings_that_change_nothing_are_neutral(entry: str) -> None:
+    """One or two of each reason; otherwise engines on two hosts would share nothing."""
+    assert namespace.NEUTRAL.has(*entry.split("."))
+
+
+def test_parts_of_the_configuration_that_are_neutral() -> None:
+    """All other parts have settings that count."""
+    entries = [entry for reason in namespace.NEUTRAL.reasons.values() for entry in reason]
+    assert {entry.removesuffix(".*") for entry in entries if entry.endswith(".*")} == {
+        *("aux_output_config", "eplb_config", "fault_tolerance_config", "kv_events_config", "logging_config"),
+        *("observability_config", "offload_config", "profiler_config", "reasoning_config"),
+        *("structured_outputs_config", "watermark_config"),
+    }
+    assert {entry for entry in entries if "." not in entry} == {"instance_id", "quant_config", "shutdown_timeout"}
+
+
+def test_each_field_of_the_namespace(make: MakeConnector, model: Path) -> None:
+    """An engine with two ranks, two groups, and a name of its weights."""
+    parallel = {"tensor_parallel_size": 2, "world_size": 2}
+    extra = {"tenant": "red", "weights_version": "7"}
+    groups = kv_cache(full(), window(5), layout="NHD")
+    made = make(engine_config(str(model), extra, parallel=parallel, model={"revision": "v2"}), groups)
+    found = server_of(made).namespace
+    assert replace(found, attributes={}) == Namespace(
+        model=str(model),
+        dtype="float32",
+        groups=(
+            Group(256, TOKENS, "full.0", GroupKind.FULL_ATTENTION),
+            Group(256, TOKENS, "window_4.1", GroupKind.SLIDING_WINDOW),
+        ),
+        layout="vllm:NHD",
+        hash_scheme="vllm:sha256:4",
+        revision="v2",
+        world_size=2,
+        tenant="red",
+    )
+    attributes = dict(found.attributes)
+    assert {len(attributes.pop(name)) for name in (WEIGHTS, "settings", "layers")} == {64}
+    assert attributes == SCHEME | {
+        "engine": f"vllm {vllm_version}",
+        "device": f"cpu {torch.backends.cpu.get_cpu_capability()}",
+        "tensor_parallel_size": "2",
+        "weights_version": "7",
+    }
 
 
 NEUTRAL: dict[str, dict[str, Any]] = {

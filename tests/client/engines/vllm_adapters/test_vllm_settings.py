@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from connector_fakes import FakeClient, make_request, make_step, scheduler_side
+from connector_fakes import UNKNOWN_ADAPTER, FakeClient, make_request, make_step, scheduler_side
 from harness.polling import wait_until
 
 from kvtier.client import Medium, TierFilter, make_key
@@ -90,6 +90,48 @@ def test_loading_and_saving_can_be_left_out() -> None:
     assert not client.begun
 
 
+HELD, OVERLAP = {"do_remote_decode": True}, {"do_remote_decode": True, "remote_overlap": True}
+BACK = {"do_remote_prefill": True}
+
+
+@pytest.mark.parametrize(
+    ("roles", "params", "own", "fields", "expected"),
+    [
+        ("LS", {}, {}, {}, "load save pull"),
+        ("S", {}, {}, {}, "save pull"),
+        ("L", {}, {}, {}, "load pull"),
+        ("LS", {}, {"skip_load": True}, {}, "save"),
+        ("LS", {}, {"skip_save": True}, {}, "load pull"),
+        ("LS", {}, {}, {"skip_reading_prefix_cache": True}, "save"),
+        ("LS", HELD, {}, {}, "load save pull hold"),
+        ("L", HELD, {}, {}, "load save pull hold"),
+        ("S", HELD, {"skip_load": True}, {}, "save hold"),
+        ("LS", HELD, {"skip_save": True}, {}, "load pull"),
+        ("LS", HELD, {"hold": False}, {}, "load save pull"),
+        ("LS", OVERLAP, {}, {}, "load save pull hold early"),
+        ("LS", BACK, {}, {}, "load save pull"),
+        ("LS2", BACK, {}, {}, "load save pull hold"),
+        ("L2", BACK, {}, {}, "load save pull hold"),
+        ("LS2", OVERLAP, {}, {"lora_request": UNKNOWN_ADAPTER}, ""),
+    ],
+)
+def test_what_a_request_may_do(
+    roles: str, params: dict[str, Any], own: dict[str, Any], fields: dict[str, Any], expected: str
+) -> None:
+    """Roles of the engine concern its cache. A hand-off stores and pulls in each role.
+
+    `roles`: L loads, S saves, 2 hands over in both directions.
+    """
+    options = {"may_load": "L" in roles, "may_save": "S" in roles, "bidirectional_kv_xfer": "2" in roles}
+    with scheduler_side(FakeClient(), **options) as (scheduler, _):
+        scheduler.new_request(
+            make_request(2, kv_transfer_params={**params, "kvtier": own}, num_prompt_tokens=8, **fields)
+        )
+        found = scheduler._requests["r"]
+    flags = {name: getattr(found, f"may_{name}") for name in ("load", "save", "pull", "hold")}
+    assert [name for name, value in (flags | {"early": found.holds_early}).items() if value] == expected.split()
+
+
 @pytest.mark.parametrize(
     ("given", "policy"),
     [("block_level", "block_level"), ("chunk_level", "block_level"), ("request_level", "request_level")],
@@ -144,6 +186,33 @@ def test_what_is_wrong_is_one_warning(wrong: Any) -> None:
     assert len(warnings[0]) < 400
     assert "of a request" in warnings[0]
     assert _run(FakeClient(set(KEYS[:2])), wrong) == (8, KEYS[2:4])
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"retain_for_s": 30 * 86400}, {"retain_for_s": 30 * 86400 + 1}),
+        ({"retain_for_s": 0}, {"retain_for_s": -0.1}),
+        ({"conversation_id": "c" * 128}, {"conversation_id": "c" * 129}),
+        ({"hold_as": "h"}, {"hold_as": ""}),
+        ({"exclude": ["t"] * 16}, {"exclude": ["t"] * 17}),
+        ({"exclude": ["t" * 128]}, {"exclude": ["t" * 129]}),
+        ({"exclude_media": ["disk", "network"]}, {"exclude_media": ["disk", "paper"]}),
+        ({"source": "h" * 250 + ":1"}, {"source": "h" * 299 + ":1"}),
+        ({"min_hit_tokens": (1 << 31) - 1}, {"min_hit_tokens": 1 << 31}),
+        ({"min_hit_tokens": 0}, {"min_hit_tokens": True}),
+        ({"hold": False}, {"hold": 0}),
+        ({"skip_load": True}, {"skip_load": 1}),
+    ],
+    ids=str,
+)
+def test_the_limits_of_settings(right: dict[str, Any], wrong: dict[str, Any]) -> None:
+    """The last value that is accepted, and the first that is not."""
+    warnings: list[str] = []
+    RequestSettings.parse({"kvtier": right}, warnings.append)
+    assert not warnings
+    assert RequestSettings.parse({"kvtier": wrong}, warnings.append) == RequestSettings()
+    assert len(warnings) == 1
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": True}, {"kvtier": None}, "text"])

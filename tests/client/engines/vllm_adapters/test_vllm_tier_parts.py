@@ -17,9 +17,9 @@ from tier_fixtures import KEYS, ROW, TierParts, make_config, make_tier_parts, re
 from vllm.config import VllmConfig
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from kvtier.client import LeaseLost, Namespace, NotConnected, StoreStatus, TierFilter
+from kvtier.client import Group, LeaseLost, Namespace, NotConnected, StoreStatus, TierFilter
 from kvtier.client.engines.failures import Unsupported
-from kvtier.client.engines.identity import namespace_digest
+from kvtier.client.engines.identity import SCHEME, WEIGHTS, namespace_digest
 from kvtier.client.engines.vllm import background
 from kvtier.client.engines.vllm_tier import KVTierSecondaryTier, compat, transfers
 from kvtier.client.engines.vllm_tier.config import ManagerConfig
@@ -318,6 +318,56 @@ def test_namespaces_differ_by_all_that_changes_a_row() -> None:
     replica = dataclasses.replace(config.parallel, rank=3, data_parallel_index=1, data_parallel_size=2)
     again = dataclasses.replace(config, engine_id="another", extra_config={"x": 1}, parallel=replica)
     assert namespace_digest(build_tier_namespace(again, engine, ROW)) == namespace_digest(spaces[0])
+
+
+def test_each_field_of_the_namespace_of_a_tier() -> None:
+    """With the engine's configuration, and with the operator's `identity` in place of it."""
+    cache = dataclasses.replace(make_config({}).cache, tokens_per_hash=8, blocks_per_chunk=2)
+    config = dataclasses.replace(make_config({}, groups=2, kv_cache_layout="NHD"), cache=cache)
+    expected = Namespace(
+        model="model",
+        dtype="float32",
+        groups=(Group(ROW, 32, "group 0"), Group(ROW, 32, "group 1")),
+        layout="vllm-tiering:NHD",
+        hash_scheme="vllm:sha256:8",
+        revision="a" * 40,
+        tenant="red",
+    )
+    known = build_tier_namespace(config, _engine(), ROW, tenant="red")
+    told = build_tier_namespace(config, None, ROW, tenant="red", identity="mine")
+    assert dataclasses.replace(known, attributes={}) == expected
+    assert dataclasses.replace(told, attributes={}) == dataclasses.replace(expected, hash_scheme="vllm::8", revision="")
+    assert known.attributes.keys() == {"device", "engine", "identity", "row", "settings", WEIGHTS, *SCHEME}
+    assert told.attributes.keys() == {"engine", "identity", "row", *SCHEME}
+    assert told.attributes["identity"] == "mine"
+
+
+NEUTRAL_FIELDS = {
+    *("engine_id", "extra_config", "enable_kv_cache_events", "parallel.rank", "parallel.data_parallel_index"),
+    *("parallel.data_parallel_size", "parallel.data_parallel_rank_local"),
+}
+
+
+def test_each_field_of_vllms_configuration_of_rows_counts() -> None:
+    """Except the names of this process, and those of its replicas."""
+
+    def row_of(config: Any) -> str:
+        return build_tier_namespace(config, None, ROW, identity="mine").attributes["row"]
+
+    config, neutral = make_config({}), set()
+    before = row_of(config)
+    parts = {"": config, "model.": config.model, "cache.": config.cache, "parallel.": config.parallel}
+    for prefix, part in parts.items():
+        for field in dataclasses.fields(part):
+            if (f"{field.name}.") in parts or field.name in ("groups", "dcp_size", "pcp_size"):
+                continue
+            other: Any = dataclasses.replace(part, **{field.name: 7})
+            if row_of(dataclasses.replace(config, **{prefix[:-1]: other}) if prefix else other) == before:
+                neutral.add(prefix + field.name)
+    assert neutral == NEUTRAL_FIELDS
+    for field in dataclasses.fields(config.groups[0]):
+        group = dataclasses.replace(config.groups[0], **{field.name: 7})
+        assert row_of(dataclasses.replace(config, groups=(group,))) != before, field.name
 
 
 def test_a_namespace_has_a_group_for_each_number_in_keys() -> None:
