@@ -2,71 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
-from harness.payloads import key_of, namespace_of
+from harness.payloads import key_of
+from harness.scripted import PART, Script
 
-from kvtier.client.effects import Call, Connect, Pull, Push
+from kvtier.client.effects import Pull, Push
 from kvtier.client.errors import DeadlineExceeded, KVTierError, LeaseLost, LimitExceeded, NotConnected, SessionLost
 from kvtier.client.operations import Operations
 from kvtier.client.operations.base import key_fields
-from kvtier.client.results import HandoffDirection, HoldName, KeyStatus, StoreStatus
-from kvtier.client.session.session import ClientSession
-from kvtier.client.timeouts import Timeouts
-from kvtier.protos.v1 import cache_pb2, common_pb2, handoff_pb2, session_pb2, transfer_pb2
+from kvtier.client.results import HoldName, KeyStatus, StoreStatus
+from kvtier.protos.v1 import cache_pb2, handoff_pb2, transfer_pb2
 
-PART = 8
 KEYS = [key_of(1), key_of(2)]
-TIMEOUTS = Timeouts(connect=1.0, call=2.0, transfer=3.0)
 GRANTED, PRESENT, NO_ROOM = StoreStatus.GRANTED, StoreStatus.PRESENT, StoreStatus.NO_ROOM
 HIT, MISS, PENDING = KeyStatus.HIT, KeyStatus.MISS, KeyStatus.HIT_PENDING
 BROKEN = NotConnected("the stream broke")
 DONE = cache_pb2.CompleteLoadResponse()
-
-
-class Script:
-    """Performs operations. The results of effects are given: an answer, an error, or a function."""
-
-    def __init__(self) -> None:
-        capabilities = session_pb2.CapabilitiesResponse()
-        capabilities.limits.max_frame_bytes = 1 << 20
-        self.session = ClientSession(common_pb2.SessionRef(session_id=bytes(16)), capabilities, None, "")
-        self.invalidated: list[ClientSession] = []
-        self.withdrawn: list[int] = []
-        self.effects: list[Any] = []
-        self.operations = Operations(namespace_of(PART), TIMEOUTS, self)  # type: ignore[arg-type]
-
-    def invalidate(self, session: ClientSession) -> None:
-        self.invalidated.append(session)
-
-    def withdraw(self, session: ClientSession, grant_id: int) -> None:
-        assert session is self.session
-        self.withdrawn.append(grant_id)
-
-    def perform(self, operation: Generator[Any, Any, Any], *results: Any) -> Any:
-        left = iter(results)
-        try:
-            effect = next(operation)
-            while True:
-                if isinstance(effect, Connect):
-                    effect = operation.send(self.session)
-                    continue
-                self.effects.append(effect)
-                result = next(left, AssertionError(f"no result for {effect}"))
-                if callable(result):
-                    result = result(effect)
-                effect = operation.throw(result) if isinstance(result, Exception) else operation.send(result)
-        except StopIteration as end:
-            assert next(left, None) is None, "fewer effects than results"
-            return end.value
-
-    def calls(self) -> list[str]:
-        return [each.method if isinstance(each, Call) else type(each).__name__ for each in self.effects]
 
 
 @pytest.fixture
@@ -102,42 +59,12 @@ def sends(parts: int, error: Exception | None = None) -> Callable[[Pull], Except
     return send
 
 
-WAITS: dict[str, tuple[Callable[[Operations], Any], Any]] = {
-    "CacheService/BeginRequest": (
-        lambda do: do.begin_request(
-            "r", KEYS, prompt_tokens=1, priority=0, kv_transfer_params=None, wait=5.0, prefix=True, lease=None
-        ),
-        cache_pb2.BeginRequestResponse(policy=cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL, lookup=found(MISS)),
-    ),
-    "CacheService/Lookup": (
-        lambda do: do.lookup(KEYS, request_id="", wait=5.0, prefix=True, lease=None),
-        found(MISS),
-    ),
-    "CacheService/Prefetch": (
-        lambda do: do.prefetch(KEYS, request_id="", wait=5.0, exclude=None, retain_for=None),
-        cache_pb2.PrefetchResponse(),
-    ),
-    "CacheService/Flush": (lambda do: do.flush(KEYS, wait=5.0), cache_pb2.FlushResponse()),
-    "CacheService/Reset": (lambda do: do.reset(wait=5.0, retire=False), cache_pb2.ResetResponse()),
-    "CacheService/FinishRequest": (lambda do: do.finish_request("r", wait=5.0), cache_pb2.FinishRequestResponse()),
-    "HandoffService/ClaimHold": (
-        lambda do: do.claim(HoldName("e", "r"), "", [], wait=5.0, min_blocks=0, lease=None),
-        handoff_pb2.ClaimHoldResponse(direction=handoff_pb2.HANDOFF_DIRECTION_PREFILL_TO_DECODE),
-    ),
-}
-
-
-@pytest.mark.parametrize("method", WAITS)
-def test_a_call_that_waits_gets_the_time_of_its_wait(script: Script, method: str) -> None:
-    """In addition to the time for an answer. The server gets the same wait."""
-    begin, answer = WAITS[method]
-    script.perform(begin(script.operations), answer)
-    [call] = script.effects
-    assert (call.method, call.timeout, call.request.wait.seconds) == (method, TIMEOUTS.call + 5.0, 5)
-
-
 GRANTING: dict[str, Callable[[Operations], Any]] = {
-    **{name: begin for name, (begin, _) in WAITS.items() if name.endswith(("BeginRequest", "Lookup", "ClaimHold"))},
+    "CacheService/BeginRequest": lambda do: do.begin_request(
+        "r", KEYS, prompt_tokens=1, priority=0, kv_transfer_params=None, wait=0.0, prefix=True, lease=None
+    ),
+    "CacheService/Lookup": lambda do: do.lookup(KEYS, request_id="", wait=0.0, prefix=True, lease=None),
+    "HandoffService/ClaimHold": lambda do: do.claim(HoldName("e", "r"), "", [], wait=0.0, min_blocks=0, lease=None),
     "CacheService/PrepareStore": lambda do: do.store(KEYS, buffers(), request_id=""),
 }
 
@@ -286,16 +213,3 @@ def test_holds_in_several_calls(script: Script, monkeypatch: pytest.MonkeyPatch)
     script.perform(script.operations.release_holds(iter(holds)), *released)
     for calls in (script.effects[:3], script.effects[3:]):
         assert [hold.request_id for call in calls for hold in call.request.holds] == [f"r{n}" for n in range(5)]
-
-
-def test_a_publication_says_what_is_held(script: Script) -> None:
-    answer = handoff_pb2.PublishHoldResponse(status=handoff_pb2.PUBLISH_STATUS_PUBLISHED, pending_blocks=1)
-    answer.remaining.FromMilliseconds(1500)
-    direction = HandoffDirection.DECODE_TO_PREFILL
-    publication = script.perform(
-        script.operations.publish("r", KEYS, [3, 4], num_tokens=9, direction=direction, hold_for=2.0), answer
-    )
-    assert (publication.remaining, publication.pending_blocks) == (1.5, 1)
-    request = script.effects[0].request
-    assert (list(request.keys), list(request.positions), request.num_tokens) == (KEYS, [3, 4], 9)
-    assert (request.direction, request.duration.seconds) == (direction, 2)
