@@ -202,7 +202,7 @@ def test_a_block_that_settles_between_slices_is_a_hit() -> None:
 
 
 def test_a_load_that_fails_between_slices_does_not_undo_the_others() -> None:
-    """A lookup that has found `min_hits` blocks keeps those that are left, as one in one piece would."""
+    """The lookup has found `min_hits` blocks, and keeps those that can be loaded."""
     rig = mixed_rig()
     lookup = begin(rig, keys(*range(10)), 5, request_id="r", min_hits=10)
     while lookup.state.position == 0:
