@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 from kvtier.client.effects import Call, Connect
 from kvtier.client.operations import Operations
 from kvtier.client.session.session import ClientSession
 from kvtier.client.timeouts import Timeouts
+from kvtier.cuda.host.copy import address_of
 from kvtier.protos.v1 import common_pb2, session_pb2
 
 from .payloads import namespace_of
@@ -22,10 +24,16 @@ TIMEOUTS = Timeouts(connect=1.0, call=2.0, transfer=3.0, device=4.0)
 class Script:
     """Performs operations. The results of effects are given: an answer, an error, or a function."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, region_bytes: int = 0) -> None:
+        """`region_bytes`: size of the region that the session has mapped; 0 for none."""
         capabilities = session_pb2.CapabilitiesResponse(packed_keys=True, devices={"offered": True})
         capabilities.limits.max_frame_bytes = 1 << 20
-        self.session = ClientSession(common_pb2.SessionRef(session_id=bytes(16)), capabilities, None, "")
+        self.memory = bytearray(region_bytes)
+        region = SimpleNamespace(
+            memory=memoryview(self.memory), address=address_of(self.memory)[0], size_bytes=region_bytes
+        )
+        attachment: Any = SimpleNamespace(region=region) if region_bytes else None
+        self.session = ClientSession(common_pb2.SessionRef(session_id=bytes(16)), capabilities, attachment, "")
         self.invalidated: list[ClientSession] = []
         self.withdrawn: list[int] = []
         self.effects: list[Any] = []
