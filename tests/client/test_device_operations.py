@@ -124,6 +124,7 @@ def test_a_load_moves_the_leading_hits(script: Script) -> None:
     assert load(script, found(HIT, HIT, MISS), LOADED, CONFIRMED, cache_pb2.ReleaseLeaseResponse()) == 2
     _, lookup, move, confirm, release = script.effects
     assert (lookup.request.request_id, lookup.request.wait.seconds, lookup.request.want_slots) == ("r", 5, False)
+    assert lookup.request.mode == cache_pb2.LOOKUP_MODE_PREFIX
     assert move.request.give_up_at_nanoseconds
     move.request.give_up_at_nanoseconds = 0
     assert move.request == transfer_pb2.LoadToDeviceRequest(

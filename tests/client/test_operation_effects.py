@@ -254,7 +254,8 @@ def test_a_load_from_the_region() -> None:
     loading = script.operations.load(KEYS, into, request_id="", wait=0.0)
     assert script.perform(loading, in_region(HIT, HIT, slots=[16, 40]), copy, DONE) == 2
     assert script.calls() == ["CacheService/Lookup", "Copy", "CacheService/CompleteLoad"]
-    assert script.effects[0].request.want_slots
+    lookup = script.effects[0].request
+    assert (lookup.want_slots, lookup.mode) == (True, cache_pb2.LOOKUP_MODE_PREFIX)
     complete = script.effects[2].request
     assert (complete.lease_id, complete.release) == (5, True)
     assert [each.tobytes() for each in into] == [b"1" * PART, b"2" * PART]
