@@ -27,6 +27,7 @@ from kvtier.client.errors import (
 from kvtier.client.operations import Operations
 from kvtier.client.operations.base import key_fields
 from kvtier.client.results import HoldName, KeyStatus, StoreStatus
+from kvtier.client.transport.grpc_methods import LOCATE
 from kvtier.protos.v1 import cache_pb2, handoff_pb2, transfer_pb2
 from kvtier.protos.wire.packed_keys import pack_offsets
 
@@ -373,6 +374,36 @@ def test_a_store_is_sent_at_most_three_times(script: Script, breaks: int) -> Non
             script.perform(storing, *results)
     pushes = [each for each in script.effects if isinstance(each, Push)]
     assert [push.start for push in pushes] == [0, 0, 1][: breaks + 1]
+
+
+def test_a_store_that_the_server_has_received_is_completed(script: Script) -> None:
+    """Only the answer of the stream was lost. Without the call the blocks would not become visible."""
+    storing = script.operations.store(KEYS, buffers(), request_id="")
+    located = transfer_pb2.LocateResponse(received_bytes=2 * PART)
+    script.perform(storing, granted(GRANTED, GRANTED), BROKEN, located, cache_pb2.CompleteStoreResponse())
+    assert script.calls() == ["CacheService/PrepareStore", "Push", LOCATE, "CacheService/CompleteStore"]
+
+
+@pytest.mark.parametrize(("error", "is_interrupted"), [(KeyboardInterrupt, True), (ValueError, False)])
+def test_an_interrupted_write_is_withdrawn(script: Script, error: type[BaseException], *, is_interrupted: bool) -> None:
+    """The caller handles an `Exception` itself, by `abort_write`."""
+    held = ExitStack()
+    script.perform(script.operations.begin_write(held, KEYS, request_id=""), granted(GRANTED, GRANTED))
+    assert not held.__exit__(error, error(), None)
+    assert script.withdrawn == ([1] if is_interrupted else [])
+
+
+@pytest.mark.parametrize("operation", ["load", "store"])
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_an_interrupted_operation_is_withdrawn(script: Script, operation: str, step: int) -> None:
+    """In each of its steps: before the server has granted anything it ends what may come."""
+    running, answer = begin(script, operation)
+    effects = [None, script.session, answer]
+    for result in effects[: step + 1]:
+        running.send(result)
+    with pytest.raises(KeyboardInterrupt):
+        running.throw(KeyboardInterrupt())
+    assert set(script.withdrawn) == ({1} if step else set())
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
