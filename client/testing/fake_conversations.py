@@ -16,7 +16,7 @@ from ..effects import Call, Effect
 from ..errors import error_for
 from ..namespace import Namespace
 from .fake_checks import keys_of
-from .fake_holds import BlockName
+from .fake_holds import BlockName, Engine
 
 __all__ = ["FakeBlocks", "FakeCalls", "FakeConversations"]
 
@@ -60,7 +60,7 @@ class FakeConversations:
         self._blocks = blocks
         self._by_name: dict[tuple[bytes, str], _Conversation] = {}
         """The least recently used first."""
-        self._requests: dict[tuple[str, str], _Conversation] = {}
+        self._requests: dict[tuple[Engine, str], _Conversation] = {}
         self._retained: set[BlockName] = set()
         self._pinned: set[BlockName] = set()
         self._count = 0
@@ -74,19 +74,20 @@ class FakeConversations:
         for conversation in self._by_name.values():
             conversation.retain_for = None
 
-    def begin(self, engine_id: str, request_id: str, prefix: bytes, namespace: Namespace, conversation_id: str) -> None:
+    def begin(self, engine: Engine, request_id: str, namespace: Namespace, conversation_id: str) -> None:
+        prefix = engine[1]
         name = (prefix, conversation_id)
         conversation = self._by_name.pop(name, None)
         if conversation is None:
             self._count += 1
             conversation = _Conversation(self._count, conversation_id, prefix, namespace)
-        self._by_name[name] = self._requests[engine_id, request_id] = conversation
+        self._by_name[name] = self._requests[engine, request_id] = conversation
         conversation.latest = {}
         conversation.requests += 1
 
-    def use(self, engine_id: str, request_id: str, keys: Iterable[bytes]) -> None:
+    def use(self, engine: Engine, request_id: str, keys: Iterable[bytes]) -> None:
         """Records keys that a request looks up or stores."""
-        conversation = self._requests.get((engine_id, request_id))
+        conversation = self._requests.get((engine, request_id))
         if conversation is None or (conversation.prefix, conversation.id) not in self._by_name:
             return
         for key in keys:
@@ -96,8 +97,8 @@ class FakeConversations:
             elif conversation.retain_for is not None:
                 self._retained.add((conversation.prefix, key))
 
-    def finish(self, engine_id: str, request_id: str) -> None:
-        self._requests.pop((engine_id, request_id), None)
+    def finish(self, engine: Engine, request_id: str) -> None:
+        self._requests.pop((engine, request_id), None)
 
     def list(self, request: pb.ListConversationsRequest) -> pb.ListConversationsResponse:
         tenant = request.tenant if request.HasField("tenant") else None

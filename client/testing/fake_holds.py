@@ -49,6 +49,8 @@ class FakeLease:
     names: list[BlockName | None]
     blocks: dict[BlockName, dict[int, bytes]]
     """The pinned blocks. A block stays readable even after the end of its last hold."""
+    is_claim: bool = False
+    """Whether it is of a claim. Then the missing blocks can still be stored."""
     is_reset: bool = False
     """Whether the namespace was reset after the grant."""
 

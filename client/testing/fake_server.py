@@ -171,10 +171,10 @@ class FakeServer:
 
     def _begin_request(self, request: cache_pb2.BeginRequestRequest) -> cache_pb2.BeginRequestResponse:
         session = self._session(request.session)
-        owner = (session.engine_id, required(request.request_id, "request_id"))
+        request_id = required(request.request_id, "request_id")
         check_params(request.kv_transfer_params_json)
         if request.conversation_id:
-            self._conversations.begin(*owner, session.prefix, session.namespace, request.conversation_id)
+            self._conversations.begin(session.engine, request_id, session.namespace, request.conversation_id)
         policy = cache_pb2.OffloadPolicy.Name(OffloadPolicy.BLOCK_LEVEL.value)
         return cache_pb2.BeginRequestResponse(policy=policy, lookup=self._lookup(request))
 
@@ -182,7 +182,7 @@ class FakeServer:
         session = self._session(request.session)
         check_filter(request.exclude)
         names, is_resetting = session.names_in(request), bool(self._in_reset(session.prefix))
-        self._conversations.use(session.engine_id, request.request_id, [key for _, key in names])
+        self._conversations.use(session.engine, request.request_id, [key for _, key in names])
         found: list[BlockName | None] = []
         for name in names:
             broken = is_resetting or (request.mode != cache_pb2.LOOKUP_MODE_EACH and None in found[-1:])
@@ -198,14 +198,17 @@ class FakeServer:
 
     def _prefetch(self, request: cache_pb2.PrefetchRequest) -> cache_pb2.PrefetchResponse:
         check_filter(request.exclude)
-        names = self._session(request.session).names_in(request)
-        present = sum(1 for _ in itertools.takewhile(self._ready, names))
+        session = self._session(request.session)
+        names = session.names_in(request)
+        is_there = self._ready if not self._in_reset(session.prefix) else lambda _: False
+        present = sum(1 for _ in itertools.takewhile(is_there, names))
         return cache_pb2.PrefetchResponse(present_blocks=present, missing_blocks=len(names) - present)
 
     def _grant(self, session: FakeSession, request: Any, names: list[BlockName | None]) -> int:
         lease_id = session.granted[request.grant_id] = next(self._ids)
         blocks = {name: self._blocks[name] for name in names if name is not None}
-        self._leases[lease_id] = FakeLease(session.engine, request.request_id, names, blocks)
+        is_claim = isinstance(request, handoff_pb2.ClaimHoldRequest)
+        self._leases[lease_id] = FakeLease(session.engine, request.request_id, names, blocks, is_claim)
         return lease_id
 
     def _end_leases(self, is_ended: Callable[[FakeLease], bool]) -> None:
@@ -227,7 +230,8 @@ class FakeServer:
                 raise error_for("INVALID_ARGUMENT", f"there is no item {item}")
             name = lease.names[item]
             if name is None:
-                raise error_for("INVALID_ARGUMENT", f"item {item} of the lease is a miss")
+                reason = "NOT_READY" if lease.is_claim else "INVALID_ARGUMENT"
+                raise error_for(reason, f"item {item} of the lease is a miss")
             parts.append(lease.blocks[name][session.rank])
         return parts
 
@@ -267,7 +271,7 @@ class FakeServer:
     def _prepare_store(self, request: cache_pb2.PrepareStoreRequest) -> cache_pb2.PrepareStoreResponse:
         session = self._session(request.session)
         names = session.names_in(request)
-        self._conversations.use(session.engine_id, request.request_id, [key for _, key in names])
+        self._conversations.use(session.engine, request.request_id, [key for _, key in names])
         granted, sizes, statuses = list[BlockName](), list[int](), bytearray()
         stores = [store for store in self._stores.values() if store.rank == session.rank and not store.is_reset]
         writing = {name for store in stores for name in store.names}
@@ -332,7 +336,7 @@ class FakeServer:
     def _finish_request(self, request: cache_pb2.FinishRequestRequest) -> cache_pb2.FinishRequestResponse:
         session = self._session(request.session)
         request_id = required(request.request_id, "request_id")
-        self._conversations.finish(session.engine_id, request_id)
+        self._conversations.finish(session.engine, request_id)
         owner = (session.engine, request_id)
         self._end_leases(lambda lease: (lease.engine, lease.request_id) == owner)
         return cache_pb2.FinishRequestResponse(settled=True)

@@ -19,11 +19,14 @@ from kvtier.client import (
     Timeouts,
     make_key,
 )
+from kvtier.client.operations.arguments import encoded
 from kvtier.client.testing import FakeServer
 
 NAMESPACE = namespace_of(4096)
 NOWHERE = "unix:/nonexistent/s"
 KEY = key_of(0)
+ENDLESS: dict[str, Any] = {}
+ENDLESS["a"] = ENDLESS
 
 
 @pytest.mark.parametrize("make", [Client, AsyncClient])
@@ -137,3 +140,20 @@ def test_an_unknown_option_is_refused(method: str) -> None:
         if other:
             with pytest.raises(InvalidRequest, match=next(iter(other))):
                 call(*arguments, **other)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"a": object()}, {"a": float("inf")}, {"a": float("nan")}, [("a", 1)], "text", [], ENDLESS],
+    ids=["object", "infinite", "nan", "list", "text", "empty list", "endless"],
+)
+def test_transfer_params_that_json_cannot_have_are_refused(params: Any) -> None:
+    """Some JSON parsers accept `Infinity` and `NaN`."""
+    with pytest.raises(InvalidRequest, match="kv_transfer_params"):
+        encoded({"kv_transfer_params": params})
+
+
+@pytest.mark.parametrize(("params", "text"), [(None, ""), ({}, ""), ({"é": [1, None]}, '{"é": [1, null]}')])
+def test_transfer_params_as_json(params: Any, text: str) -> None:
+    """Letters are not escaped, because the length of the text is limited."""
+    assert encoded({"kv_transfer_params": params}) == {"kv_transfer_params_json": text}

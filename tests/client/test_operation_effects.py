@@ -2,71 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
-from harness.payloads import key_of, namespace_of
+from harness.payloads import key_of
+from harness.scripted import PART, Script
 
-from kvtier.client.effects import Call, Connect, Pull, Push
-from kvtier.client.errors import DeadlineExceeded, KVTierError, LeaseLost, LimitExceeded, NotConnected, SessionLost
+from kvtier.client.effects import Copy, Pull, Push
+from kvtier.client.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    KVTierError,
+    LeaseLost,
+    LimitExceeded,
+    NotConnected,
+    ServerError,
+    SessionLost,
+    Unavailable,
+)
 from kvtier.client.operations import Operations
-from kvtier.client.results import HandoffDirection, HoldName, KeyStatus, StoreStatus
-from kvtier.client.session.session import ClientSession
-from kvtier.client.timeouts import Timeouts
-from kvtier.protos.v1 import cache_pb2, common_pb2, handoff_pb2, session_pb2, transfer_pb2
-from kvtier.protos.wire.packed_keys import pack_keys, unpack_key_list
+from kvtier.client.results import HoldName, KeyStatus, StoreStatus
+from kvtier.client.transport.grpc_methods import LOCATE
+from kvtier.protos.v1 import cache_pb2, handoff_pb2, transfer_pb2
+from kvtier.protos.wire.packed_keys import pack_keys, pack_offsets
 
-PART = 8
 KEYS = [key_of(1), key_of(2)]
-TIMEOUTS = Timeouts(connect=1.0, call=2.0, transfer=3.0)
 GRANTED, PRESENT, NO_ROOM = StoreStatus.GRANTED, StoreStatus.PRESENT, StoreStatus.NO_ROOM
 HIT, MISS, PENDING = KeyStatus.HIT, KeyStatus.MISS, KeyStatus.HIT_PENDING
 BROKEN = NotConnected("the stream broke")
 DONE = cache_pb2.CompleteLoadResponse()
-
-
-class Script:
-    """Performs operations. The results of effects are given: an answer, an error, or a function."""
-
-    def __init__(self) -> None:
-        capabilities = session_pb2.CapabilitiesResponse()
-        capabilities.limits.max_frame_bytes = 1 << 20
-        self.session = ClientSession(common_pb2.SessionRef(session_id=bytes(16)), capabilities, None, "")
-        self.invalidated: list[ClientSession] = []
-        self.withdrawn: list[int] = []
-        self.effects: list[Any] = []
-        self.operations = Operations(namespace_of(PART), TIMEOUTS, self)  # type: ignore[arg-type]
-
-    def invalidate(self, session: ClientSession) -> None:
-        self.invalidated.append(session)
-
-    def withdraw(self, session: ClientSession, grant_id: int) -> None:
-        assert session is self.session
-        self.withdrawn.append(grant_id)
-
-    def perform(self, operation: Generator[Any, Any, Any], *results: Any) -> Any:
-        left = iter(results)
-        try:
-            effect = next(operation)
-            while True:
-                if isinstance(effect, Connect):
-                    effect = operation.send(self.session)
-                    continue
-                self.effects.append(effect)
-                result = next(left, AssertionError(f"no result for {effect}"))
-                if callable(result):
-                    result = result(effect)
-                effect = operation.throw(result) if isinstance(result, Exception) else operation.send(result)
-        except StopIteration as end:
-            assert next(left, None) is None, "fewer effects than results"
-            return end.value
-
-    def calls(self) -> list[str]:
-        return [each.method if isinstance(each, Call) else type(each).__name__ for each in self.effects]
 
 
 @pytest.fixture
@@ -102,40 +70,10 @@ def sends(parts: int, error: Exception | None = None) -> Callable[[Pull], Except
     return send
 
 
-WAITS: dict[str, tuple[Callable[[Operations], Any], Any]] = {
-    "CacheService/BeginRequest": (
-        lambda do: do.begin_request("r", KEYS, {"prompt_tokens": 1, "wait": 5.0}),
-        cache_pb2.BeginRequestResponse(policy=cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL, lookup=found(MISS)),
-    ),
-    "CacheService/Lookup": (
-        lambda do: do.lookup(KEYS, {"wait": 5.0}),
-        found(MISS),
-    ),
-    "CacheService/Prefetch": (
-        lambda do: do.prefetch(KEYS, {"wait": 5.0}),
-        cache_pb2.PrefetchResponse(),
-    ),
-    "CacheService/Flush": (lambda do: do.flush(KEYS, wait=5.0), cache_pb2.FlushResponse()),
-    "CacheService/Reset": (lambda do: do.reset(wait=5.0, retire=False), cache_pb2.ResetResponse()),
-    "CacheService/FinishRequest": (lambda do: do.finish_request("r", wait=5.0), cache_pb2.FinishRequestResponse()),
-    "HandoffService/ClaimHold": (
-        lambda do: do.claim(HoldName("e", "r"), "", [], wait=5.0, min_blocks=0, lease=None),
-        handoff_pb2.ClaimHoldResponse(direction=handoff_pb2.HANDOFF_DIRECTION_PREFILL_TO_DECODE),
-    ),
-}
-
-
-@pytest.mark.parametrize("method", WAITS)
-def test_a_call_that_waits_gets_the_time_of_its_wait(script: Script, method: str) -> None:
-    """In addition to the time for an answer. The server gets the same wait."""
-    begin, answer = WAITS[method]
-    script.perform(begin(script.operations), answer)
-    [call] = script.effects
-    assert (call.method, call.timeout, call.request.wait.seconds) == (method, TIMEOUTS.call + 5.0, 5)
-
-
 GRANTING: dict[str, Callable[[Operations], Any]] = {
-    **{name: begin for name, (begin, _) in WAITS.items() if name.endswith(("BeginRequest", "Lookup", "ClaimHold"))},
+    "CacheService/BeginRequest": lambda do: do.begin_request("r", KEYS, {"prompt_tokens": 1}),
+    "CacheService/Lookup": lambda do: do.lookup(KEYS, {}),
+    "HandoffService/ClaimHold": lambda do: do.claim(HoldName("e", "r"), "", [], wait=0.0, min_blocks=0, lease=None),
     "CacheService/PrepareStore": lambda do: do.store(KEYS, buffers(), {}),
 }
 
@@ -285,14 +223,220 @@ def test_holds_in_several_calls(script: Script, monkeypatch: pytest.MonkeyPatch)
         assert [hold.request_id for call in calls for hold in call.request.holds] == [f"r{n}" for n in range(5)]
 
 
-def test_a_publication_says_what_is_held(script: Script) -> None:
-    answer = handoff_pb2.PublishHoldResponse(status=handoff_pb2.PUBLISH_STATUS_PUBLISHED, pending_blocks=1)
-    answer.remaining.FromMilliseconds(1500)
-    direction = HandoffDirection.DECODE_TO_PREFILL
-    publication = script.perform(
-        script.operations.publish("r", KEYS, [3, 4], num_tokens=9, direction=direction, hold_for=2.0), answer
-    )
-    assert (publication.remaining, publication.pending_blocks) == (1.5, 1)
-    request = script.effects[0].request
-    assert (unpack_key_list(request.keys), list(request.positions), request.num_tokens) == (KEYS, [3, 4], 9)
-    assert (request.direction, request.duration.seconds) == (direction, 2)
+def copy(effect: Any) -> None:
+    assert isinstance(effect, Copy)
+    effect.run()
+
+
+def in_region(*statuses: KeyStatus, slots: Sequence[int]) -> cache_pb2.LookupResponse:
+    answer = found(*statuses, hits=len(slots))
+    answer.slot_offsets = pack_offsets(slots)
+    return answer
+
+
+def begin(script: Script, operation: str, *slots: int) -> tuple[Any, Any]:
+    """Returns a load or store of both blocks, and the server's answer to its first call."""
+    if operation == "load":
+        answer: Any = in_region(HIT, HIT, slots=slots) if slots else found(HIT, HIT, hits=2)
+        return script.operations.load(KEYS, buffers(), request_id="", wait=0.0), answer
+    answer = granted(GRANTED, GRANTED)
+    answer.slot_offsets = pack_offsets(slots)
+    return script.operations.store(KEYS, buffers(), {}), answer
+
+
+def test_a_load_from_the_region() -> None:
+    """The lookup names the slots, one copy takes the blocks, and one call confirms and releases."""
+    script, into = Script(region_bytes=64), buffers()
+    script.memory[16:24], script.memory[40:48] = b"1" * PART, b"2" * PART
+    loading = script.operations.load(KEYS, into, request_id="", wait=0.0)
+    assert script.perform(loading, in_region(HIT, HIT, slots=[16, 40]), copy, DONE) == 2
+    assert script.calls() == ["CacheService/Lookup", "Copy", "CacheService/CompleteLoad"]
+    lookup = script.effects[0].request
+    assert lookup.want_slots
+    assert lookup.mode != cache_pb2.LOOKUP_MODE_EACH
+    complete = script.effects[2].request
+    assert (complete.lease_id, complete.release) == (5, True)
+    assert [each.tobytes() for each in into] == [b"1" * PART, b"2" * PART]
+
+
+@pytest.mark.parametrize("hits", [1, 2])
+def test_a_lookup_without_slots_is_completed_by_a_call(hits: int) -> None:
+    """A server may name no slots, or fewer than are read."""
+    script = Script(region_bytes=64)
+    slots = pack_offsets([16, 40][:hits])
+    located = cache_pb2.PrepareLoadResponse(slot_offsets=slots, part_sizes_bytes=pack_offsets([PART] * hits))
+    results = [found(*[HIT, HIT][:hits], *[MISS][hits - 1 :], hits=hits), located, copy, DONE]
+    loading = script.operations.load(KEYS, buffers(), request_id="", wait=0.0)
+    assert script.perform(loading, *results) == hits
+    assert list(script.effects[1].request.items) == list(range(hits))
+
+
+@pytest.mark.parametrize(
+    ("slots", "sizes"),
+    [([16], [PART]), ([16, 40], [PART, 2 * PART]), ([16, 64], [PART, PART]), ([16, 57], [PART, PART])],
+)
+def test_slots_that_cannot_be_right_are_refused(slots: list[int], sizes: list[int]) -> None:
+    """Fewer slots than items, a size that no part has, or memory outside of the region."""
+    script = Script(region_bytes=64)
+    located = cache_pb2.PrepareLoadResponse(slot_offsets=pack_offsets(slots), part_sizes_bytes=pack_offsets(sizes))
+    with pytest.raises(ServerError), ExitStack() as held:
+        script.perform(script.operations.begin_read(held, 5, [0, 1]), located)
+    assert script.calls() == ["CacheService/PrepareLoad"]
+
+
+def test_a_store_to_the_region() -> None:
+    """The blocks are copied to the granted slots, and one call completes the store."""
+    script = Script(region_bytes=64)
+    answer = granted(PRESENT, GRANTED)
+    answer.slot_offsets = pack_offsets([48])
+    parts = [np.full(PART, number, np.uint8) for number in (1, 2)]
+    storing = script.operations.store(KEYS, parts, {})
+    assert script.perform(storing, answer, copy, cache_pb2.CompleteStoreResponse()) == bytes([PRESENT, GRANTED])
+    assert script.calls() == ["CacheService/PrepareStore", "Copy", "CacheService/CompleteStore"]
+    assert (script.memory[48:56], sum(script.memory)) == (bytes([2] * PART), 2 * PART)
+
+
+@pytest.mark.parametrize("operation", ["load", "store"])
+def test_a_copy_that_fails_ends_the_grant(operation: str) -> None:
+    script = Script(region_bytes=64)
+    running, answer = begin(script, operation, 0, 8)
+    with pytest.raises(ServerError):
+        script.perform(running, answer, ServerError("a copy failed"), cache_pb2.WithdrawGrantsResponse())
+    assert script.effects[-1].request.grant_ids == [script.effects[0].request.grant_id]
+
+
+@pytest.mark.parametrize("operation", ["load", "store"])
+def test_an_operation_that_is_closed_during_its_copy_ends_nothing(operation: str) -> None:
+    """The event loop has ended, and a thread may still copy to or from the slots."""
+    script = Script(region_bytes=64)
+    running, answer = begin(script, operation, 0, 8)
+    next(running)
+    running.send(script.session)
+    effect = running.send(answer)
+    while not isinstance(effect, Copy):
+        effect = running.send(script.session)
+    running.close()
+    assert script.withdrawn == ([1] if operation == "load" else [])
+
+
+REFUSALS = [
+    LimitExceeded("slow down", "RATE_LIMITED"),
+    LimitExceeded("a message is too large"),
+    DeadlineExceeded("too slow"),
+    LeaseLost("it has ended", "LEASE_NOT_FOUND"),
+    SessionLost("unknown", "UNKNOWN_SESSION"),
+]
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=repr)
+@pytest.mark.parametrize("operation", ["load", "store"])
+def test_a_stream_that_is_refused_is_not_repeated(script: Script, operation: str, error: KVTierError) -> None:
+    """The operation raises the error of the server."""
+    ended = [cache_pb2.WithdrawGrantsResponse()] if not isinstance(error, DeadlineExceeded | SessionLost) else []
+    running, answer = begin(script, operation)
+    with pytest.raises(type(error)):
+        script.perform(running, answer, error, *ended)
+    assert script.calls()[1:2] == ["Pull" if operation == "load" else "Push"]
+    assert len(script.effects) == 2 + len(ended)
+
+
+@pytest.mark.parametrize("breaks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "error", [BROKEN, ChecksumMismatch("damaged"), LimitExceeded("busy", "LIMIT_EXCEEDED"), SessionLost("broke")]
+)
+def test_a_stream_that_breaks_is_repeated_twice(script: Script, error: KVTierError, breaks: int) -> None:
+    """A load then has all parts, or fails with the error of its third stream."""
+    loading = script.operations.load(KEYS, buffers(), request_id="", wait=0.0)
+    results = [found(HIT, HIT, hits=2), *[error] * breaks]
+    if breaks < 3:
+        assert script.perform(loading, *results, sends(2), DONE) == 2
+    else:
+        ends = [] if isinstance(error, Unavailable) else [cache_pb2.WithdrawGrantsResponse()]
+        with pytest.raises(type(error)):
+            script.perform(loading, *results, *ends)
+    assert script.calls().count("Pull") == min(breaks + 1, 3)
+
+
+@pytest.mark.parametrize("breaks", [1, 2, 3])
+def test_a_store_is_sent_at_most_three_times(script: Script, breaks: int) -> None:
+    storing = script.operations.store(KEYS, buffers(), {})
+    results = [granted(GRANTED, GRANTED)]
+    for number in range(breaks):
+        results += [BROKEN, *([transfer_pb2.LocateResponse(received_bytes=number)] if number < 2 else [])]
+    if breaks < 3:
+        done = [pushed(2 * PART - breaks + 1), cache_pb2.CompleteStoreResponse()]
+        script.perform(storing, *results, *done)
+    else:
+        with pytest.raises(NotConnected):
+            script.perform(storing, *results)
+    pushes = [each for each in script.effects if isinstance(each, Push)]
+    assert [push.start for push in pushes] == [0, 0, 1][: breaks + 1]
+
+
+def test_a_store_that_the_server_has_received_is_completed(script: Script) -> None:
+    """Only the answer of the stream was lost. Without the call the blocks would not become visible."""
+    storing = script.operations.store(KEYS, buffers(), {})
+    located = transfer_pb2.LocateResponse(received_bytes=2 * PART)
+    script.perform(storing, granted(GRANTED, GRANTED), BROKEN, located, cache_pb2.CompleteStoreResponse())
+    assert script.calls() == ["CacheService/PrepareStore", "Push", LOCATE, "CacheService/CompleteStore"]
+
+
+@pytest.mark.parametrize(("error", "is_interrupted"), [(KeyboardInterrupt, True), (ValueError, False)])
+def test_an_interrupted_write_is_withdrawn(script: Script, error: type[BaseException], *, is_interrupted: bool) -> None:
+    """The caller handles an `Exception` itself, by `abort_write`."""
+    held = ExitStack()
+    script.perform(script.operations.begin_write(held, KEYS, {}), granted(GRANTED, GRANTED))
+    assert not held.__exit__(error, error(), None)
+    assert script.withdrawn == ([1] if is_interrupted else [])
+
+
+@pytest.mark.parametrize("operation", ["load", "store"])
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_an_interrupted_operation_is_withdrawn(script: Script, operation: str, step: int) -> None:
+    """In each of its steps: before the server has granted anything it ends what may come."""
+    running, answer = begin(script, operation)
+    effects = [None, script.session, answer]
+    for result in effects[: step + 1]:
+        running.send(result)
+    with pytest.raises(KeyboardInterrupt):
+        running.throw(KeyboardInterrupt())
+    assert set(script.withdrawn) == ({1} if step else set())
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_load_is_repeated_if_its_lease_ended_with_a_broken_stream(script: Script, times: int) -> None:
+    """The server may have confirmed it. A new lookup has a grant of its own."""
+    lost = LeaseLost("no such lease", "LEASE_NOT_FOUND")
+    results = [found(HIT, HIT, hits=2), sends(1, BROKEN), lost] * times
+    loading = script.operations.load(KEYS, buffers(), request_id="r", wait=0.0)
+    if times < 3:
+        assert script.perform(loading, *results, found(MISS, MISS, lease_id=0)) == 0
+    else:
+        with pytest.raises(NotConnected):
+            script.perform(loading, *results)
+    grants = [each.request.grant_id for each in script.effects if getattr(each, "method", "").endswith("Lookup")]
+    assert grants == list(range(1, min(times + 1, 3) + 1))
+
+
+def test_a_stream_must_transfer_each_byte(script: Script) -> None:
+    """A server that ends a stream early, or did not receive all bytes, has a defect."""
+    loading = script.operations.load(KEYS, buffers(), request_id="", wait=0.0)
+    with pytest.raises(ServerError):
+        script.perform(loading, found(HIT, HIT, hits=2), sends(1), cache_pb2.WithdrawGrantsResponse())
+    storing = script.operations.store(KEYS, buffers(), {})
+    with pytest.raises(ServerError):
+        script.perform(storing, granted(GRANTED, GRANTED), pushed(PART), cache_pb2.WithdrawGrantsResponse())
+
+
+def test_a_completion_must_name_no_failed_block(script: Script) -> None:
+    """Otherwise the server lacks bytes of a block that the caller has written."""
+    storing = script.operations.store(KEYS, buffers(), {})
+    failed = cache_pb2.CompleteStoreResponse(failed_items=[1])
+    with pytest.raises(ServerError):
+        script.perform(storing, granted(GRANTED, GRANTED), pushed(2 * PART), failed)
+
+
+def test_a_store_needs_a_status_per_key(script: Script) -> None:
+    storing = script.operations.store(KEYS, buffers(), {})
+    with pytest.raises(ServerError):
+        script.perform(storing, granted(GRANTED), cache_pb2.WithdrawGrantsResponse())

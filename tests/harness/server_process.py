@@ -60,7 +60,7 @@ class ServerProcess:
     Args:
         directory: of all its files; its path must be short, as a socket's path must be.
         region: size of the CPU tier in bytes.
-        lmdb: size of the tier on disk in bytes.
+        lmdb: size of the tier on disk in bytes; 0 for no such tier.
         config: additions to the TOML file.
         tier: type of the tier on disk.
         prefix: a command that runs the server's command. Without it, the server is a fork.
@@ -93,9 +93,12 @@ class ServerProcess:
         config_path = directory / "kvtier.toml"
         if tcp and insecure:
             config = f"insecure = true\n{config}"
+        if not lmdb:
+            config = f"tiers = []\n{config}"
+        tiers = f'[[tiers]]\ntype = "{tier}"\nsize = {lmdb}\n{tier_config}\n' if lmdb else ""
         config_path.write_text(
             f'region_size = {region}\ndata_dir = "{self.data_dir}"\nlisten = {listen}\n'
-            f'{config}\n[log]\nformat = "json"\n[[tiers]]\ntype = "{tier}"\nsize = {lmdb}\n{tier_config}\n'
+            f'{config}\n[log]\nformat = "json"\n{tiers}'
         )
         self._region = region
         self._arguments = ["serve", "--config", str(config_path)]

@@ -132,8 +132,8 @@ def duration(seconds: float) -> Duration:
 
 
 @asynccontextmanager
-async def serving(*tiers: SecondaryTier) -> AsyncIterator[Calls]:
-    runtime = TierRuntime(HostRegion.create(REGION_BYTES), tiers)
+async def serving(*tiers: SecondaryTier, region_bytes: int = REGION_BYTES) -> AsyncIterator[Calls]:
+    runtime = TierRuntime(HostRegion.create(region_bytes), tiers)
     await runtime.start()
     try:
         # `until` would keep a core busy. Linux can then need seconds to make a huge page.

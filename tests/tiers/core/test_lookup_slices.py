@@ -223,6 +223,18 @@ def test_a_block_that_settles_between_slices_is_a_hit() -> None:
     assert lookup.finish().statuses() == MISS * 6 + HIT * 8 + PENDING * 2
 
 
+def test_a_load_that_fails_between_slices_does_not_undo_the_others() -> None:
+    """The lookup has found `min_hits` blocks, and keeps those that can be loaded."""
+    rig = mixed_rig()
+    lookup = begin(rig, keys(*range(10)), 5, request_id="r", min_hits=10)
+    while lookup.state.position == 0:
+        assert step(lookup)
+    rig.finish_jobs(Outcome.FAILED)
+    assert lookup.finish().statuses() == MISS * 5 + PENDING * 5
+    found = result_of(rig, lookup)[2]
+    assert found == (OutcomeRun(5, MissReason.LOAD_FAILED), OutcomeRun(5, 1))
+
+
 def test_slices_that_only_count_hits_send_their_queries() -> None:
     """The call may be abandoned next, and other lookups of the keys wait for the answers."""
 
