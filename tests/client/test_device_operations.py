@@ -15,7 +15,8 @@ from kvtier.client.errors import DeadlineExceeded, DeviceUnavailable, InvalidReq
 from kvtier.client.operations import devices
 from kvtier.client.results import KeyStatus, StoreStatus
 from kvtier.client.session.session import ClientSession
-from kvtier.cuda.device.exports import HANDLE_BYTES, DeviceExport, ExportedAllocation, Origin
+from kvtier.cuda.device.driver import HANDLE_BYTES
+from kvtier.cuda.device.exports import DeviceExport, ExportedAllocation, Origin
 from kvtier.cuda.device.layout import BlockLayout, LayoutRun
 from kvtier.protos.v1 import cache_pb2, common_pb2, devices_pb2, session_pb2, transfer_pb2
 
@@ -186,7 +187,7 @@ def test_buffers_are_registered_again(script: Script, operation: Any, new: str) 
 def test_a_refused_registration_is_not_repeated_at_once(error: KVTierError, monkeypatch: pytest.MonkeyPatch) -> None:
     """For some seconds calls of the same session fail without a request to the server."""
     script, clock = Script(), [100.0]
-    monkeypatch.setattr(devices.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("kvtier.client.operations.devices.time.monotonic", lambda: clock[0])
     script.operations._buffers = buffers()
     for results in ([error], []):
         with pytest.raises(DeviceUnavailable) as refusal:
@@ -233,7 +234,7 @@ def test_a_copy_that_fails_ends_its_grant(script: Script, error: KVTierError, mo
     If the server gave no answer, a load raises only when the server has stopped to write.
     """
     slept: list[float] = []
-    monkeypatch.setattr(devices.time, "sleep", slept.append)
+    monkeypatch.setattr("kvtier.client.operations.devices.time.sleep", slept.append)
     with pytest.raises(type(error)):
         store(script, granted(GRANTED, PRESENT, PRESENT), error, WITHDRAWN)
     assert slept == []

@@ -8,7 +8,7 @@ stores the blocks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..base import NamespaceId
@@ -36,6 +36,7 @@ from .in_flight_stores import STORE_SLICE
 from .lookups import LookupHandler
 from .operations import Operation
 from .settings import TierSettings
+from .unpin_queue import UnpinQueue
 
 __all__ = ["EXPIRY_MARGIN_SECONDS", "HandoffHandler"]
 
@@ -50,8 +51,8 @@ MAX_HELD_ITEMS = 4 << 20
 """Limit for the items of all holds of one tenant; a publication beyond it is refused. A shared
 block counts once per hold."""
 
-_UNPIN_SLICE = 256
-"""Pins of ended holds that one slice removes, at 0.5 µs per pin, or 3 µs if it drops the block."""
+_UNPIN_COST = 8
+"""Cost of a pin of an ended hold: 0.5 µs, or 3 µs if its removal drops the block."""
 
 _REMEMBERED = 4096
 """The core remembers this many ended and refused holds, and forgets first those of the tenant with
@@ -70,19 +71,18 @@ class HandoffHandler:
         region_bytes: int,
         commands: list[Command],
         log: HandoffLog,
-        continue_if: Callable[[bool], None],
+        unpins: UnpinQueue,
     ) -> None:
-        """`continue_if`: if its argument is True, `unpin_slice` is called later."""
         self._cpu_tier = cpu_tier
         self._lookups = lookups
         self._max_holds = settings.max_holds
         self._commands = commands
         self._log = log
-        self._continue_if = continue_if
+        self._unpins = unpins
         self._publications: set[Publication] = set()
         """Publications that have not pinned all of their blocks."""
-        self._pending_unpins: list[Block] = []
-        """Blocks of ended holds that are still pinned."""
+        self._ended_pins = 0
+        """Number of pins of ended holds in the unpin queue."""
         self._table = HoldTable(unpin=self._unpin_held)
         self._pins: dict[Block, int] = {}
         self._budgets = budgets_of(list(cpu_tier.queues.shares), region_bytes, settings.held_part)
@@ -186,8 +186,8 @@ class HandoffHandler:
             self._stats[known.direction].dropped += 1
             self._end(known, HoldEnd.REPLACED, now)
         tenant, tokens, count = publication.session.tenant, publication.num_tokens, len(publication.keys)
-        if (refused := self._refusal(publication)) is PublishStatus.NO_ROOM and self._pending_unpins:
-            self.unpin_slice()
+        if (refused := self._refusal(publication)) is PublishStatus.NO_ROOM and self._ended_pins:
+            self._unpins.start()
             return False
         if refused is None and len(blocks) < count:
             return False
@@ -402,13 +402,12 @@ class HandoffHandler:
 
     def _unpin_held(self, blocks: Sequence[Block]) -> None:
         """Removes a hold's pins, in slices. A hold-only block is dropped with its last pin."""
-        self._pending_unpins += blocks
-        self._continue_if(self.unpin_slice())
+        self._ended_pins += len(blocks)
+        self._unpins.add(self._unpin, blocks, _UNPIN_COST)
+        self._unpins.start()
 
-    def unpin_slice(self) -> bool:
-        """Removes a slice of the pins of ended holds; returns whether pins are left."""
-        blocks = self._pending_unpins[-_UNPIN_SLICE:]
-        del self._pending_unpins[-_UNPIN_SLICE:]
+    def _unpin(self, blocks: Sequence[Block]) -> None:
+        self._ended_pins -= len(blocks)
         for block in blocks:
             self._pins[block] -= 1
             if not self._pins[block]:
@@ -420,7 +419,6 @@ class HandoffHandler:
             self._pins = {}  # a dict keeps the memory of its largest size
         self._cpu_tier.queues.unprotect(block for block in blocks if block not in self._pins)
         self._cpu_tier.unpin(blocks)
-        return bool(self._pending_unpins)
 
     def _charge(self, block: Block) -> None:
         if block not in self._pins:

@@ -22,6 +22,7 @@ from .conversations import Conversation
 from .cpu_tier import CpuTier
 from .prefetches import PrefetchProgress
 from .shares import count_bytes
+from .unpin_queue import UnpinQueue
 
 if TYPE_CHECKING:
     from ..stats.miss_ratio_curve import MissRatioCurves
@@ -32,7 +33,6 @@ __all__ = ["LOOKUP_SLICE", "PENDING_COST", "BlockLease", "LeaseTable", "LookupAn
 
 K = TypeVar("K")
 
-SLICE = 2048
 LOOKUP_SLICE = 256
 """Keys per slice of a lookup, at 1 to 2 µs per key."""
 LEASE_COST = 1024
@@ -224,8 +224,9 @@ class RunningLookup:
 class LeaseTable:
     """The leases by id, and the pending blocks that leases wait for."""
 
-    def __init__(self, cpu_tier: CpuTier, new_ids: Iterator[int]) -> None:
+    def __init__(self, cpu_tier: CpuTier, new_ids: Iterator[int], unpins: UnpinQueue) -> None:
         self._cpu_tier = cpu_tier
+        self._unpins = unpins
         self._leases: dict[LeaseId, BlockLease] = {}
         self._waiting: dict[Block, dict[BlockLease, list[int]]] = {}
         """Per pending block the leases that contain it, with the item numbers of the block."""
@@ -236,8 +237,6 @@ class LeaseTable:
         self._items: dict[bytes, int] = defaultdict(int)
         self._tenant_items: Counter[bytes] = Counter()
         """Number of items by the tag of the tenant, with the costs of leases and pending items."""
-        self._pending_unpins: list[tuple[list[Block | None], int]] = []
-        """Items of ended leases, and how many leading ones are still pinned."""
         self.leased_bytes: Counter[bytes] = Counter()
         """Bytes of the blocks that leases pin, by the tag of the tenant. A block counts once."""
         self.only_held_bytes: Counter[bytes] = Counter()
@@ -341,27 +340,16 @@ class LeaseTable:
         return lease
 
     def end(self, lease: BlockLease) -> None:
-        """Ends a lease. Its pins remain until it has no reader and `unpin_slice` runs."""
+        """Ends a lease. Its pins remain until it has no reader and the unpin queue removes them."""
         self._forget(lease)
         if not lease.readers:
-            self._pending_unpins.append((lease.items, len(lease.items)))
+            self._unpins.add(self._unpin, lease.items)
 
     def end_reader(self, lease: BlockLease) -> None:
-        """Ends a reader. The pins of an ended lease then remain until `unpin_slice` runs."""
+        """Ends a reader. The unpin queue then removes the pins of an ended lease."""
         lease.readers -= 1
         if not lease.readers and not self.is_open(lease):
-            self._pending_unpins.append((lease.items, len(lease.items)))
-
-    def unpin_slice(self) -> bool:
-        """Removes a slice of the pins of ended leases; returns whether pins are left."""
-        pins: list[Block | None] = []
-        while self._pending_unpins and (room := SLICE - len(pins)) > 0:
-            items, left = self._pending_unpins.pop()
-            pins += items[max(0, left - room) : left]
-            if left > room:
-                self._pending_unpins.append((items, left - room))
-        self._unpin(list(filter(None, pins)))
-        return bool(self._pending_unpins)
+            self._unpins.add(self._unpin, lease.items)
 
     def _forget(self, lease: BlockLease) -> None:
         del self._leases[lease.id]

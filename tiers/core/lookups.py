@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from ..errors import LimitExceeded
@@ -26,6 +26,7 @@ from .room_queue import RoomQueue
 from .secondary import Presence
 from .shares import PinBudget
 from .transfers import TransferScheduler
+from .unpin_queue import UnpinQueue
 
 __all__ = ["LookupHandler"]
 
@@ -50,16 +51,13 @@ class LookupHandler:
         counters: HitCounters,
         miss_ratio_curves: MissRatioCurves | None,
         new_ids: Iterator[int],
-        continue_if: Callable[[bool], None],
+        unpins: UnpinQueue,
         commands: list[Command],
         region_bytes: int,
         leased_part: float,
     ) -> None:
-        """`continue_if`: if its argument is True, `leases.unpin_slice` is called later.
-
-        For `leased_part` see `PinBudget`.
-        """
-        self.leases = LeaseTable(cpu_tier, new_ids)
+        """For `leased_part` see `PinBudget`."""
+        self.leases = LeaseTable(cpu_tier, new_ids, unpins)
         self.room = RoomQueue(cpu_tier, commands)
         pinned = (self.leases.leased_bytes, self.leases.only_held_bytes)
         self.pin_budget = PinBudget(cpu_tier.queues.shares, region_bytes, leased_part, *pinned)
@@ -76,7 +74,7 @@ class LookupHandler:
         self._history = history
         self._request_log = request_log
         self._miss_ratio_curves = miss_ratio_curves
-        self._continue_if = continue_if
+        self._unpins = unpins
         self._commands = commands
         self._misses = MissExplainer(cpu_tier, self._residency, history)
         self.remember_namespace = self._misses.remember_namespace
@@ -269,12 +267,12 @@ class LookupHandler:
             self.leases.end(lease)
             if lease.readers:
                 self._commands.append(EndReaders(lease.id))
-        self._continue_if(self.leases.unpin_slice())
+        self._unpins.start()
 
     def end_reader(self, lease: BlockLease) -> None:
         """Called when a process of the server has ended a copy from a lease's slots."""
         self.leases.end_reader(lease)
-        self._continue_if(self.leases.unpin_slice())
+        self._unpins.start()
 
     def _count_pending(self, lease: BlockLease) -> None:
         if lease.pending and lease.counted:

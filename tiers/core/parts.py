@@ -120,7 +120,7 @@ class CoreParts:
             counters=self._counters,
             miss_ratio_curves=self._miss_ratio_curves,
             new_ids=new_ids,
-            continue_if=self._sliced_work.continue_if,
+            unpins=self._sliced_work.unpins,
             commands=self._commands,
             region_bytes=self._region_bytes,
             leased_part=settings.leased_part,
@@ -132,7 +132,7 @@ class CoreParts:
             region_bytes=self._region_bytes,
             commands=self._commands,
             log=HandoffLog(self._request_log, self._history),
-            continue_if=self._sliced_work.continue_if,
+            unpins=self._sliced_work.unpins,
         )
         self._completions = CompletionHandler(
             cpu_tier=self._cpu_tier,
@@ -153,9 +153,9 @@ class CoreParts:
             miss_ratio_curves=self._miss_ratio_curves,
             pin_budget=self._lookups.pin_budget,
             new_ids=new_ids,
+            unpins=self._sliced_work.unpins,
             continue_if=self._sliced_work.continue_if,
         )
-        self._sliced_work.pin_owners = (self._lookups.leases, self.handoffs, self._stores)
 
     def stats(self) -> ManagerStats:
         hits, misses = self._counters.hits, self._counters.misses

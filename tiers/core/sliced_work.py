@@ -6,25 +6,19 @@ such command is outstanding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from .commands import Command, ContinueWork
 from .cpu_tier import CpuTier
 from .transfers import TransferScheduler
+from .unpin_queue import UnpinQueue
 
 __all__ = ["IncrementalWork"]
 
 
-class PinOwner(Protocol):
-    def unpin_slice(self) -> bool:
-        """Removes a slice of the pins that are no longer needed; returns whether some are left."""
-        ...
-
-
 class IncrementalWork:
-    """Unfinished resets, unpins of ended leases and holds, and expiries."""
+    """Unfinished resets, unpins and expiries."""
 
     def __init__(
         self,
@@ -35,8 +29,7 @@ class IncrementalWork:
     ) -> None:
         self._cpu_tier = cpu_tier
         self._transfers = transfers
-        self.pin_owners: Sequence[PinOwner] = ()
-        """The leases, the holds and the stores. Set once, when they have been created."""
+        self.unpins = UnpinQueue(self.continue_if)
         self._commands = commands
         self._continue_requested = False
 
@@ -55,7 +48,7 @@ class IncrementalWork:
         slices: tuple[Callable[[], bool], ...] = (
             self._cpu_tier.make_spare_room,
             self._cpu_tier.reset_slice,
-            *(each.unpin_slice for each in self.pin_owners),
+            self.unpins.unpin_slice,
             partial(self._drop_expired, now),
         )
         errors: list[Exception] = []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 
 from ..errors import InvalidItem
 from ..stats.eviction_history import EvictionHistory
@@ -19,12 +19,13 @@ from .operations import Operation
 from .requests import Request, RequestTable
 from .shares import PinBudget
 from .transfers import TransferScheduler
+from .unpin_queue import UnpinQueue
 
 __all__ = ["StoreHandler"]
 
 
-_UNPIN_SLICE = 256
-"""Blocks per slice: 0.2 µs per block, or 3 µs if the block is dropped."""
+_UNPIN_COST = 8
+"""Cost of a pin in the unpin queue: 0.2 µs, or 3 µs if the block is dropped."""
 
 
 class StoreHandler:
@@ -40,9 +41,10 @@ class StoreHandler:
         miss_ratio_curves: MissRatioCurves | None,
         pin_budget: PinBudget,
         new_ids: Iterator[int],
+        unpins: UnpinQueue,
         continue_if: Callable[[bool], None],
     ) -> None:
-        """`continue_if`: if its argument is True, `unpin_slice` is called later."""
+        """`continue_if`: if its argument is True, the CPU tier makes spare room later."""
         self.table = InFlightStores(cpu_tier, new_ids, pin_budget.stored)
         self._pin_budget = pin_budget
         self._cpu_tier = cpu_tier
@@ -52,11 +54,8 @@ class StoreHandler:
         self._history = history
         self._completions = completions
         self._miss_ratio_curves = miss_ratio_curves
+        self._unpins = unpins
         self._continue_if = continue_if
-        self._pending_unpins: list[Block] = []
-        """Pinned blocks that no store needs any more."""
-        self._abandoned: deque[Store] = deque()
-        """Stores of lost clients whose blocks are not released yet."""
 
     def prepare(self, preparation: Preparation, now: float) -> Operation[StoreAnswer]:
         """Grants slots for the missing parts of the session's rank.
@@ -199,21 +198,13 @@ class StoreHandler:
 
     def _unpin(self, blocks: Sequence[Block]) -> None:
         """Removes pins, in slices."""
-        self._pending_unpins += blocks
-        self._continue_if(self.unpin_slice())
+        if blocks:
+            self._unpins.add(self._unpin_tail_first, blocks, _UNPIN_COST)
+            self._unpins.start()
 
-    def unpin_slice(self) -> bool:
-        """Removes a slice of the pins that no store needs any more; returns whether pins are left.
-
-        Tail first: a policy needs this order to know which positions leave ghosts.
-        """
-        if self._abandoned:
-            self._abandon_slice(self._abandoned[0])
-        else:
-            blocks = self._pending_unpins[-_UNPIN_SLICE:]
-            del self._pending_unpins[-_UNPIN_SLICE:]
-            self._cpu_tier.unpin(reversed(blocks))
-        return bool(self._abandoned or self._pending_unpins)
+    def _unpin_tail_first(self, blocks: Sequence[Block]) -> None:
+        """A policy needs this order to know which positions leave ghosts."""
+        self._cpu_tier.unpin(reversed(blocks))
 
     def complete(
         self,
@@ -283,13 +274,18 @@ class StoreHandler:
         """Ends a store of a lost client; quarantines slots until no client can write to them."""
         self.table.end(store)
         self.table.quarantine(store, writers)
-        self._abandoned.append(store)
-        if len(self._abandoned) == 1:
-            self._continue_if(self.unpin_slice())
+        is_first = not self._unpins
+        if store.blocks:
+            self._unpins.add(partial(self._give_up, store), list(store.blocks), _UNPIN_COST)
+        else:
+            self._end_abandoned(store)
+        if is_first:
+            self._unpins.start()
+        else:  # a client can have many stores
+            self._continue_if(True)
 
-    def _abandon_slice(self, store: Store) -> None:
-        # Tail first: unpinning removes empty blocks from policies, which remove a tail faster.
-        blocks = store.blocks[-_UNPIN_SLICE:]
+    def _give_up(self, store: Store, blocks: Sequence[Block]) -> None:
+        """Releases the last blocks of a store, because policies remove a tail faster."""
         self.table.take_blocks(store, blocks, tail=True)
         offsets = []
         for block in blocks:
@@ -300,9 +296,11 @@ class StoreHandler:
         self._completions.settle(blocks)
         self._cpu_tier.unpin(reversed(blocks))
         if not store.blocks:
-            self._abandoned.popleft()
-            self._pending_unpins += self._take_others(store)
-            self._ended(store)
+            self._end_abandoned(store)
+
+    def _end_abandoned(self, store: Store) -> None:
+        self._unpins.add(self._unpin_tail_first, self._take_others(store), _UNPIN_COST)
+        self._ended(store)
 
     def _declined(self, found: Sequence[Block], wanted: Iterable[Block], owner: Owner) -> set[Block] | None:
         """Returns the wanted blocks that are worth less than the blocks that they would replace.

@@ -8,6 +8,7 @@ from simulation import ModelTier
 
 from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import HoldChanged
+from kvtier.tiers.core.handoffs import _UNPIN_COST
 from kvtier.tiers.core.holds import Hold
 from kvtier.tiers.types import PublishStatus
 
@@ -115,7 +116,7 @@ def test_a_hold_released_during_its_preparation_stays_released() -> None:
 
 def test_the_pins_of_a_long_hold_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other events run between two slices."""
-    monkeypatch.setattr("kvtier.tiers.core.handoffs._UNPIN_SLICE", 5)
+    monkeypatch.setattr("kvtier.tiers.core.unpin_queue.SLICE", 5 * _UNPIN_COST)
     rig = new_rig()
     rig.publish(NAMES)
     rig.finish_jobs()
@@ -129,7 +130,7 @@ def test_the_pins_of_a_long_hold_end_in_slices(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("ended", ["released", "replaced"])
 def test_pins_of_ended_holds_refuse_no_publication(monkeypatch: pytest.MonkeyPatch, ended: str) -> None:
     """The publication waits until the pins of the ended hold are removed."""
-    monkeypatch.setattr("kvtier.tiers.core.handoffs._UNPIN_SLICE", 2)
+    monkeypatch.setattr("kvtier.tiers.core.unpin_queue.SLICE", 2 * _UNPIN_COST)
     rig = HoldRig(part=0.8)
     [budget] = set(rig.core.handoffs._budgets.values())
     count = budget.bound // 4096 * 2 // 3
@@ -141,13 +142,13 @@ def test_pins_of_ended_holds_refuse_no_publication(monkeypatch: pytest.MonkeyPat
     assert budget.used <= budget.bound
     assert rig.publish(keys(*range(200, 200 + 2 * count)), "large") is PublishStatus.NO_ROOM
     assert rig.core.handoffs.release(rig.name(), 2.0)
-    while rig.core.handoffs.unpin_slice():
-        pass
+    while rig.core.handoffs._ended_pins:
+        rig.core.work()
     assert nothing_is_held(rig)
 
 
 def test_a_reset_restarts_a_publication_that_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.tiers.core.handoffs._UNPIN_SLICE", 1)
+    monkeypatch.setattr("kvtier.tiers.core.unpin_queue.SLICE", 1 * _UNPIN_COST)
     rig = HoldRig(part=0.8)
     [budget] = set(rig.core.handoffs._budgets.values())
     count = budget.bound // 4096 - 6
@@ -215,6 +216,6 @@ def test_a_publication_without_room_pins_few_blocks() -> None:
     while publication.step():
         assert len(publication.state.blocks) < 1_000
     assert publication.answer is PublishStatus.NO_ROOM
-    while rig.core.handoffs.unpin_slice():
-        pass
+    while rig.core.handoffs._ended_pins:
+        rig.core.work()
     assert nothing_is_held(rig)

@@ -273,7 +273,7 @@ def test_stores_of_a_tenant_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(LimitExceeded):
         run_to_end(rig.core.prepare_store(rig.session, keys(3), StoreSpec(lease_seconds=5), now=0))
     rig.core.tick(6)
-    while rig.core._stores._abandoned:
+    while rig.core._sliced_work.unpins:
         rig.core.work()
     with pytest.raises(LimitExceeded):
         run_to_end(rig.core.prepare_store(rig.session, keys(3), StoreSpec(lease_seconds=5), now=0))

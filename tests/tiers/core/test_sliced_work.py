@@ -8,7 +8,7 @@ from harness.operations import run_to_end
 from simulation import EXTENT
 
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.core import cpu_tier, leases
+from kvtier.tiers.core import cpu_tier, unpin_queue
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import ContinueWork
 from kvtier.tiers.core.manager import TierManager
@@ -121,7 +121,7 @@ def test_blocks_of_an_unfinished_reset_make_room() -> None:
 
 def test_pins_of_an_ended_session_are_dropped_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """All its leases end at once; their blocks become evictable soon after."""
-    monkeypatch.setattr(leases, "SLICE", 100)
+    monkeypatch.setattr(unpin_queue, "SLICE", 2 * (50 + unpin_queue._ENTRY_COST))
     rig = Rig(1000)
     rig.store(names(0, 1000))
     for first in range(0, 1000, 50):
@@ -130,7 +130,7 @@ def test_pins_of_an_ended_session_are_dropped_in_slices(monkeypatch: pytest.Monk
     rig.core.close_session(rig.session.id)
     rig.session = other
     assert rig.core.stats().leases == 0
-    assert rig.store(names(1000, 1000)).count(1) < 200, "the others are still pinned"
+    assert sum(block.pins for block in rig.core._cpu_tier._index) == 900
     slices = 0
     while rig.asked_for_work():
         rig.core.work()
@@ -154,7 +154,7 @@ def test_simultaneous_expiries_run_in_slices() -> None:
 def test_a_failed_slice_does_not_stop_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its exception is raised after the others have run, and its rest is requested once."""
     monkeypatch.setattr(cpu_tier, "SLICE", 100)
-    monkeypatch.setattr(leases, "SLICE", 100)
+    monkeypatch.setattr(unpin_queue, "SLICE", 100)
     rig = Rig(2000)
     rig.store(names(0, 2000))
     run_to_end(rig.core.lookup(rig.session, names(0, 1000), LookupSpec(lease_seconds=60), now=0))
@@ -162,15 +162,15 @@ def test_a_failed_slice_does_not_stop_others(monkeypatch: pytest.MonkeyPatch) ->
     rig.core.close_session(rig.session.id)
     rig.session = other
     rig.core.reset(rig.session)
-    falling = rig.core._lookups.leases._pending_unpins
-    left = sum(count for _, count in falling)
+    falling = rig.core._sliced_work.unpins._entries
+    left = sum(entry.left for entry in falling)
     with monkeypatch.context() as broken:
         broken.setattr(cpu_tier.CpuTier, "reset_slice", lambda _: fail())
         assert rig.asked_for_work()
         with pytest.raises(RuntimeError):
             rig.core.work()
-        assert sum(count for _, count in falling) == left - 100
-        broken.setattr(leases.LeaseTable, "unpin_slice", lambda _: fail())
+        assert sum(entry.left for entry in falling) == left - 100
+        broken.setattr(unpin_queue.UnpinQueue, "unpin_slice", lambda _: fail())
         assert rig.core.take_commands() == [ContinueWork()]
         with pytest.raises(ExceptionGroup):
             rig.core.work()

@@ -63,10 +63,10 @@ def _check_items(world: World, record: HoldRecord) -> None:
 
 
 def _check_bytes(world: World) -> None:
-    """Held bytes count once, within the limit of each tenant."""
+    """Held bytes count once. Those of open holds are within the limit of each tenant."""
     held = dict.fromkeys(block for record in world.ledger.holds.open.values() for block in record.hold.items)
-    held |= dict.fromkeys(world.publishing())
     held.pop(None, None)
+    others = {*world.publishing(), *inside.ended_hold_pins(world.core)} - held.keys()
     shares = {share.tenant: share.quota_bytes for share in world.core_view.stats.tiers[0].shares}
     by_share = Counter[str]()
     for block in held:
@@ -76,7 +76,8 @@ def _check_bytes(world: World) -> None:
     bounds = {"": (world.region_bytes - sum(shares.values())) * part}
     bounds |= {tenant: quota * part for tenant, quota in shares.items() if quota}
     beyond = [tenant for tenant, nbytes in by_share.items() if nbytes > bounds[tenant]]
-    if beyond or world.core_view.stats.held_bytes != by_share.total():
+    counted = by_share.total() + sum(block.allocated_bytes for block in others)
+    if beyond or world.core_view.stats.held_bytes != counted:
         raise Violation(
             Invariant.HELD, f"{by_share} are held of {bounds}, {world.core_view.stats.held_bytes} are counted"
         )

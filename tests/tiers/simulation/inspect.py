@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from inspect import getgeneratorlocals
 from itertools import chain
 from typing import Any
@@ -25,6 +26,7 @@ from kvtier.tiers.core.requests import Request
 from kvtier.tiers.core.room_queue import _Line
 from kvtier.tiers.core.secondary import GATHER_SECONDS, SecondaryTierState
 from kvtier.tiers.core.transfers import JobKind
+from kvtier.tiers.core.unpin_queue import _Entry
 from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import TenantShare
 from kvtier.tiers.types import EngineSession, NamespaceSpec, tenant_of
@@ -59,7 +61,7 @@ class CoreView:
 def small_jobs(nbytes: int) -> Iterator[None]:
     """Limits jobs to `nbytes`, slices to three items and event logs to 16, to split all work."""
     limits = {"transfers.JOB_BYTES": nbytes, "event_log.RUN_KEYS": 3, "event_log.MAX_KEYS": 16}
-    limits |= {f"{module}.SLICE": 3 for module in ("cpu_tier", "leases", "bulk_eviction", "conversation_tasks")}
+    limits |= {f"{module}.SLICE": 3 for module in ("cpu_tier", "unpin_queue", "bulk_eviction", "conversation_tasks")}
     limits["room_queue.MAX_WAITERS"] = 3
     limits |= {f"conversations.MAX_{name}": limit for name, limit in CONVERSATION_LIMITS.items()}
     with contextlib.ExitStack() as patches:
@@ -85,8 +87,30 @@ def only_held_bytes(core: TierManager) -> Counter[bytes]:
 
 def kept(core: TierManager) -> Counter[Block]:
     """Returns per block how many stores keep it between slices, and 1 more if holds pin it."""
-    open_stores = [*stores(core).values(), *core._stores._abandoned]
+    open_stores = [*stores(core).values(), *abandoned(core)]
     return Counter(chain(core.handoffs._pins, chain.from_iterable(store.others for store in open_stores)))
+
+
+def unpins(core: TierManager) -> list[_Entry]:
+    """Returns the entries of the unpin queue."""
+    return core._sliced_work.unpins._entries
+
+
+def ended_hold_pins(core: TierManager) -> list[Block]:
+    """Returns the blocks that ended holds still pin, once per pin."""
+    ended = (entry for entry in unpins(core) if entry.remove == core.handoffs._unpin)
+    return [block for entry in ended for block in entry.blocks[: entry.left] if block is not None]
+
+
+def abandoned(core: TierManager) -> list[Store]:
+    """Returns the stores of lost clients whose blocks are not released yet."""
+    return [entry.remove.args[0] for entry in unpins(core) if isinstance(entry.remove, partial)]
+
+
+def given_up(core: TierManager, store_id: int, blocks: list[Block]) -> list[Block]:
+    """Returns those blocks of an abandoned store that the core has released, the last ones first."""
+    left = next((len(store.blocks) for store in abandoned(core) if store.id == store_id), 0)
+    return blocks[left:]
 
 
 def granted_bytes(core: TierManager) -> tuple[Counter[bytes], Counter[bytes]]:
@@ -94,7 +118,7 @@ def granted_bytes(core: TierManager) -> tuple[Counter[bytes], Counter[bytes]]:
     table, found = core.store_handler.table, Counter[bytes]()
     for store in table:
         found[tenant_of(store.owner.engine[0])] += sum(block.queue.size_class for block in store.blocks)
-    for store in core.store_handler._abandoned:
+    for store in abandoned(core):
         found[tenant_of(store.owner.engine[0])] += sum(block.queue.size_class for block in store.blocks)
     for entry in table._quarantine.values():
         found[tenant_of(entry.engine[0])] += core._cpu_tier.memory.slot_bytes_of(entry.offsets)
@@ -310,12 +334,11 @@ def pins(core: TierManager, publishing: Iterable[Block]) -> Counter[Block]:
     del held[None]  # type: ignore[arg-type]
     held.update(chain.from_iterable(store.blocks for store in stores(core).values()))
     held.update(chain.from_iterable(store.others for store in stores(core).values()))
-    held.update(core._stores._pending_unpins)
-    held.update(chain.from_iterable([*store.blocks, *store.others] for store in core._stores._abandoned))
+    held.update(chain.from_iterable(store.others for store in abandoned(core)))
     held.update(chain.from_iterable(job.blocks for job in core._transfers._jobs.values()))
     held.update(chain.from_iterable(secondary.write_back_queue for secondary in core._transfers.secondaries))
-    for items, left in core._lookups.leases._pending_unpins:
-        held.update(filter(None, items[:left]))
+    for entry in unpins(core):
+        held.update(filter(None, entry.blocks[: entry.left]))
     return held + hold_pins(core, publishing)
 
 
@@ -365,10 +388,8 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "lookups that wait for room": core._lookups.room._lines,
         "number of lookups that wait for room": core._lookups.room._per_tenant,
         "publications": core.handoffs._publications,
-        "pins of stores that have ended": core._stores._pending_unpins,
-        "abandoned stores": core._stores._abandoned,
-        "pins of holds that have ended": core.handoffs._pending_unpins,
-        "pins of leases that have ended": core._lookups.leases._pending_unpins,
+        "blocks to unpin": unpins(core),
+        "number of pins of ended holds": core.handoffs._ended_pins,
         "stores": core._stores.table._stores,
         "quarantine": core._stores.table._quarantine,
         "sessions": core._sessions,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 
 from kvtier.tiers.types import tenant_of
 
@@ -216,7 +217,7 @@ def _line(world: World) -> None:
     holds = world.ledger.holds.open.values()
     aside = {block for record in holds for block in record.hold.items[: record.prepared] if block is not None}
     unsure = {block for record in holds for block in record.hold.items[record.prepared :] if block is not None}
-    unsure.update(world.publishing())
+    unsure.update(world.publishing(), inside.ended_hold_pins(world.core))
     for name, line, kept in inside.queues(world.core, world.core_view, aside, unsure.difference(aside)):
         if len(line) != len(kept) or set(line) != set(kept):
             raise Violation(Invariant.LINE, f"{name}: {len(line)} in the queue, {len(kept)} are evictable")
@@ -227,7 +228,9 @@ def _leaks(world: World) -> None:
     for block in world.core_view.blocks:
         if not block.pins and block.slots.count(None) == len(block.slots):
             raise Violation(Invariant.LEAKS, f"{block.key!r}: an empty block stays")
-    waiting = sum(record.nbytes for record in world.ledger.stores.values() if record.quarantine is not None)
+    ended = [record for record in world.ledger.stores.values() if record.quarantine is not None]
+    given_up = chain.from_iterable(inside.given_up(world.core, record.id, record.blocks) for record in ended)
+    waiting = sum(block.part_bytes for block in given_up)
     if world.core_view.stats.quarantined_bytes != waiting:
         raise Violation(
             Invariant.LEAKS, f"{world.core_view.stats.quarantined_bytes} bytes in quarantine, not {waiting}"

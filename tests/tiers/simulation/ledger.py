@@ -6,7 +6,7 @@ The invariants compare the core with this ledger.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -118,6 +118,8 @@ class Ledger:
         self.leases: dict[int, LeaseRecord] = {}
         self.stores: dict[int, StoreRecord] = {}
         self.ended_stores: list[StoreRecord] = []
+        self.ending: dict[int, RequestRecord] = {}
+        """The requests of ended stores whose blocks the core may not have released yet."""
         """The last stores that ended, for clients that do not know it yet."""
         self.jobs: dict[int, JobRecord] = {}
         self.ended_jobs: list[JobRecord] = []
@@ -165,10 +167,15 @@ class Ledger:
 
     def _ended(self, record: StoreRecord) -> None:
         if record.request is not None:
-            record.request.stores -= 1
+            self.ending[record.id] = record.request
         self.ended_stores = [*self.ended_stores[-5:], record]
         if not record.writers:
             self.stores.pop(record.id, None)
+
+    def end_of_stores(self, abandoned: Collection[int]) -> None:
+        """Ends stores for their requests, except those whose blocks the core has yet to release."""
+        for store_id in self.ending.keys() - abandoned:
+            self.ending.pop(store_id).stores -= 1
 
     def disconnected(self, connection: int) -> None:
         """A connection has ended, and no process writes through it."""

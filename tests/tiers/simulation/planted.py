@@ -442,8 +442,8 @@ MUTANTS = (
         "shared blocks are unpinned with the first hold",
         Invariant.PINS,
         "core/handoffs.py",
-        "        self._cpu_tier.unpin(blocks)\n        return",
-        "        for block in blocks:\n            block.pins = 1\n            self._cpu_tier.unpin([block])\n        return",
+        "        self._cpu_tier.unpin(blocks)\n\n    def _charge",
+        "        for block in blocks:\n            block.pins = 1\n            self._cpu_tier.unpin([block])\n\n    def _charge",
     ),
     Mutant(
         "a lost hit counts as leased",

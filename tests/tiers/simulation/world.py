@@ -164,6 +164,7 @@ class World:
     def _end_event(self) -> None:
         """Updates the model of requests, and counts the events of this step."""
         core_view = self.core_view = inside.CoreView(self.core)
+        self.ledger.end_of_stores({store.id for store in inside.abandoned(self.core)})
         self.ledger.holds.update_engines({client.session.engine for client in self.ledger.clients})
         self.gone = [block for block in self.before.ready if not block.ready and not block.hold_only]
         self.gone_below = [old - new for old, new in zip(self.before.held, core_view.held, strict=True)]

@@ -148,9 +148,8 @@ class Writers(Actors):
         core, namespace = self.world.core, client.session.namespace.id
         waiting = core.resetting(client.session)
         before = {block for block in inside.blocks(core) if block.namespace == namespace}
-        held = inside.hold_pins(core, self.world.publishing())
-        pinned = {block for block in before if block.pins > held[block] and not block.stalled}
         left = core.reset(client.session, retire=True)
+        pinned = {block for block in before if block.pins and not block.stalled}
         expected = waiting or len(pinned.union(inside.unswept(core, namespace)))
         self.world.must(Invariant.RESET, left == expected, f"{left} blocks are awaited, not {expected}")
         if not waiting:
