@@ -13,14 +13,16 @@ import msgspec
 import xxhash
 from google.protobuf.message import DecodeError
 
+from kvtier.protos.v1.cache_pb2 import BeginRequestRequest
 from kvtier.protos.v1.common_pb2 import PackedKeys
 from kvtier.protos.wire import packed_keys
 from kvtier.protos.wire import socket_frames as frames
+from kvtier.protos.wire.request_bounds import OutOfBounds, RequestBounds
 from kvtier.server.auth import tokens
 from kvtier.server.auth.credential_files import FileError
 from kvtier.server.bulk import messages
 from kvtier.server.config.loader import load
-from kvtier.server.config.schema import ConfigError
+from kvtier.server.config.schema import ConfigError, LimitConfig
 from kvtier.server.process import child_main
 from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
 from kvtier.tiers.disk import format as disk_format
@@ -45,6 +47,7 @@ class Parsers:
 
     def __init__(self, directory: Path) -> None:
         self._file = directory / "file.toml"
+        self._bounds = RequestBounds(LimitConfig())
         self._parsers: list[tuple[Callable[[bytes], object], tuple[type[Exception], ...]]] = [
             (self._hello, _BAD),
             (self._head, _BAD),
@@ -74,6 +77,7 @@ class Parsers:
             (self._pack_index, _BAD),
             (self._block_value, ()),
             (lambda data: codes_in(data, 2), (*_BAD, RecursionError)),
+            (self._request, (OutOfBounds,)),
         ]
 
     def run(self, data: bytes) -> None:
@@ -101,6 +105,15 @@ class Parsers:
     def _head(data: bytes) -> None:
         if len(data) >= frames.HEAD_BYTES:
             frames.unpack_head(data)
+
+    def _request(self, data: bytes) -> None:
+        """A request within its bounds can be parsed; its lists are not longer than their bounds."""
+        self._bounds.check("CacheService/BeginRequest", data)
+        with contextlib.suppress(DecodeError):  # a text that is not valid
+            request = BeginRequestRequest.FromString(data)
+            assert len(request.exclude.names) <= 64
+            assert len(request.exclude.media) <= 16
+            assert len(request.request_id) <= 512
 
     @staticmethod
     def _call(data: bytes) -> None:
@@ -211,6 +224,7 @@ def seeds() -> Iterator[bytes]:
     entry = tokens.format_entry("n", tokens.token_hash("t"), "acme", ["engine", "reader"], shared_memory=True)
     tables = '[limits]\nmax_keys = 7\n[[tiers]]\ntype = "lmdb"\nsize = "1MiB"\n[tenants.a]\nquota = "5%"\n'
     config = f'region_size = "8MiB"\n{tables}'
+    other_lengths = packed_keys.pack_keys([b"one", b"three"])
     sound: list[bytes] = [
         frames.pack_hello(frames.Purpose.CALLS, bytes(16), 1, 2, "kvt_abc"),
         frames.pack_end(7),
@@ -220,7 +234,6 @@ def seeds() -> Iterator[bytes]:
         frames.pack_region_answer(7, 4096)[frames.HEAD_BYTES + 1 :],
         packed_keys.pack_offsets([1, 2]),
         packed_keys.pack_keys([b"one", b"two"]).SerializeToString(),
-        packed_keys.pack_keys([b"one", b"three"]).SerializeToString(),
         child_main.pack({"a": 1}, b"x"),
         messages.encode(messages.Granted(1, [0], [1])),
         messages.encode(messages.Begin(1, messages.Caller(bytes(16), 2, None, [], is_local=True), True, 3, [0])),
@@ -235,6 +248,7 @@ def seeds() -> Iterator[bytes]:
         (100).to_bytes(8, "little") + pack_format.encode_index([b"a", b"key"], [10, 20]),
         b"".join(value_codec.encode(BlockBytes(_SPACE, b"key", (memoryview(bytearray(3)), memoryview(bytearray(5)))))),
         b"[0, -704]",
+        BeginRequestRequest(request_id="r", keys=other_lengths, exclude={"names": ["a"]}).SerializeToString(),
     ]
     for number, data in enumerate(sound):
         yield byte(number) + data
