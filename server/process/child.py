@@ -69,10 +69,13 @@ class Restarts:
             self.report(subject, "")
 
     def take(self, header: Mapping[str, Any]) -> bool:
-        """Returns whether a message of the child is a report of `Channel.slower`; records it."""
-        if (cause := header.get("slower")) is None:
+        """Records a report of `Channel.slower`; returns whether it is one. Raises `ValueError`."""
+        if "slower" not in header:
             return False
-        self.report(header["subject"], cause, is_logged=False)
+        subject, cause = str(header.get("subject")), str(header["slower"])
+        if subject not in self._remedies:
+            raise ValueError(f"{subject!r} is not a subject of reports")
+        self.report(subject, cause, is_logged=False)
         return True
 
     def report(self, subject: str, cause: str, *, is_logged: bool = True) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 
 import pytest
@@ -46,7 +45,7 @@ async def test_a_child_is_restarted_after_each_end_and_each_failure(monkeypatch:
     assert slept == pytest.approx([0.1, 0.2, 0.4, 0.8], abs=1e-6)
 
 
-async def test_a_child_reports_a_cause_once_until_it_changes_or_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_child_reports_a_cause_once_until_it_changes_or_ends(caplog: pytest.LogCaptureFixture) -> None:
     """Each report reaches the downgrades of the server; a message of another kind does not."""
     ours, theirs = socket.socketpair()
     downgrades = Downgrades()
@@ -64,4 +63,12 @@ async def test_a_child_reports_a_cause_once_until_it_changes_or_ends(caplog: pyt
     assert causes == [[("full", "more open files")], [("fuller", "more open files")], []]
     assert caplog.messages[:2] == ["full", "fuller"]
     assert not restarts.take({"op": "done"})
-    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("subject", [None, "unknown", ["accept"], {}])
+def test_a_report_about_an_unknown_subject_is_an_invalid_message(subject: object) -> None:
+    """Then the child is killed, as after any other invalid message."""
+    downgrades = Downgrades()
+    with pytest.raises(ValueError, match="not a subject"):
+        Restarts("a child", "events", REMEDIES, downgrades).take({"slower": "why", "subject": subject})
+    assert not downgrades.all()
