@@ -39,6 +39,8 @@ _ACTIVE_SECONDS = 0.05
 _PAUSE = 2.0
 """A tenant that has used the loop for a time may use it again after this multiple of the time,
 counted from the begin of its use."""
+_MOST_SECONDS = 0.25
+"""Largest charge for one step. A longer one was interrupted: the machine or the process stopped."""
 _MAX_TENANTS = 1024
 """Number of tenants at which those without sessions are dropped."""
 _MOST_COMPARED = 64
@@ -246,6 +248,7 @@ class SliceScheduler:
 
     def charge(self, account: Account, began: float, seconds: float) -> None:
         """Charges the use of the loop from `began` on."""
+        began, seconds = began + seconds - min(seconds, _MOST_SECONDS), min(seconds, _MOST_SECONDS)
         account.charge(began, seconds)
         account.tenant.charge(began, seconds)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 
-from ..types import EngineKey, HandoffDirection, HoldEnd, MissReason, Negotiation, PublishStatus
+from ..types import EngineKey, HandoffDirection, HoldEnd, MissReason, Negotiation, PublishStatus, tenant_of
 
 __all__ = [
     "ClaimOutcome",
@@ -127,34 +127,31 @@ class RequestRecord:
 
 
 class RequestLog:
-    """The requests of the last 15 minutes, at most 4,096."""
+    """The requests of the last 15 minutes, at most 4,096; beyond it, fewer of the largest tenant."""
 
     def __init__(self) -> None:
-        self._requests: OrderedDict[tuple[EngineKey, str], RequestRecord] = OrderedDict()
+        self._by_tenant: dict[bytes, OrderedDict[tuple[EngineKey, str], RequestRecord]] = {}
+        """Per tenant the requests, the latest last."""
+        self._count = 0
 
     def open(self, engine: EngineKey, request_id: str, now: float) -> RequestRecord:
         """Returns the record of an unfinished request; creates a missing record."""
-        key = (engine, request_id)
-        record = self._requests.get(key)
+        record = self._get(engine, request_id)
         if record is None or record.finished:
-            record = self._requests[key] = RequestRecord(engine, request_id, now)
-        record.at = now
-        self._requests.move_to_end(key)
-        if len(self._requests) > MAX_REQUESTS:
-            self._requests.popitem(last=False)
+            record = self._add(RequestRecord(engine, request_id, now))
+        self._touch(record, now)
         return record
 
     def latest(self, engine: EngineKey, request_id: str, now: float) -> RequestRecord:
         """Like `open`, but also for a finished request, which may still publish a hold."""
-        record = self._requests.get((engine, request_id))
+        record = self._get(engine, request_id)
         if record is None:
             return self.open(engine, request_id, now)
-        record.at = now
-        self._requests.move_to_end((engine, request_id))
+        self._touch(record, now)
         return record
 
     def finish(self, engine: EngineKey, request_id: str, now: float, incomplete: int) -> None:
-        record = self._requests.get((engine, request_id)) or self.open(engine, request_id, now)
+        record = self._get(engine, request_id) or self.open(engine, request_id, now)
         record.finished, record.incomplete = True, incomplete
 
     def record_lookup(self, engine: EngineKey, request_id: str, lookup: LookupRecord) -> None:
@@ -164,17 +161,43 @@ class RequestLog:
             record.asked += 1
 
     def find(self, request_id: str) -> list[RequestRecord]:
-        return [record for record in self if record.request_id == request_id]
+        """Returns the records of a request, of any engine; the latest first."""
+        found = [each for own in self._by_tenant.values() for each in reversed(own.values())]
+        return sorted((each for each in found if each.request_id == request_id), key=_last_event, reverse=True)
 
     def tick(self, now: float) -> None:
-        while self._requests:
-            oldest = next(iter(self._requests.values()))
-            if now - oldest.at < MAX_AGE_SECONDS:
-                return
-            self._requests.popitem(last=False)
+        for tenant, own in list(self._by_tenant.items()):
+            while own and now - next(iter(own.values())).at >= MAX_AGE_SECONDS:
+                self._drop_oldest(tenant)
 
-    def __iter__(self) -> Iterator[RequestRecord]:
-        return reversed(self._requests.values())
+    def _get(self, engine: EngineKey, request_id: str) -> RequestRecord | None:
+        own = self._by_tenant.get(tenant_of(engine[0]))
+        return own.get((engine, request_id)) if own is not None else None
+
+    def _add(self, record: RequestRecord) -> RequestRecord:
+        own = self._by_tenant.setdefault(tenant_of(record.engine[0]), OrderedDict())
+        before = len(own)
+        own[record.engine, record.request_id] = record
+        self._count += len(own) - before
+        if self._count > MAX_REQUESTS:
+            self._drop_oldest(max(self._by_tenant, key=lambda tenant: len(self._by_tenant[tenant])))
+        return record
+
+    def _touch(self, record: RequestRecord, now: float) -> None:
+        record.at = now
+        own = self._by_tenant.get(tenant_of(record.engine[0]), OrderedDict())
+        if (record.engine, record.request_id) in own:
+            own.move_to_end((record.engine, record.request_id))
+
+    def _drop_oldest(self, tenant: bytes) -> None:
+        self._by_tenant[tenant].popitem(last=False)
+        self._count -= 1
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
+
+
+def _last_event(record: RequestRecord) -> float:
+    return record.at
 
 
 class ClaimOutcome(enum.Enum):

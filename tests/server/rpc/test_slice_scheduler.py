@@ -139,6 +139,22 @@ def test_time_used_alone_is_not_waited_for(scenario: Any) -> None:
     scenario(test)
 
 
+def test_a_machine_that_stops_during_a_call_is_not_charged(scenario: Any) -> None:
+    """A tenant whose call was running for a minute is served again within a second."""
+
+    async def test(world: Loop) -> None:
+        world.flood(b"abuser 1")
+        await world.until(lambda: len(world.served) >= 20)
+        world.call(b"honest", 60.0)
+        await world.until(lambda: len(world.served) >= 30)
+        began = world.now
+        world.call(b"honest")
+        await world.until(lambda: world.served.count("honest") == 2 or world.now > began + 10)
+        assert world.now < began + 1
+
+    scenario(test)
+
+
 def test_tenants_share_by_time_not_by_calls_or_sessions(scenario: Any) -> None:
     """Long requests of two sessions get as much time as short ones of another tenant."""
 

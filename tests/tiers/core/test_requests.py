@@ -7,10 +7,11 @@ from core_rig import GRANTED, PRESENT, Rig, keys
 from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.base import OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
+from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.core.call_specs import StoreSpec
 from kvtier.tiers.core.commands import StoreInTier
 from kvtier.tiers.negotiation import DEFAULT_RULES, Rule, vote
+from kvtier.tiers.stats import request_log
 
 BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
 
@@ -357,3 +358,20 @@ def test_policies_forget_a_request_whose_stores_end_after_it() -> None:
     run_to_end(rig.core.complete_store(rig.session, store))
     settle(rig)
     assert requests_open_in_policies(rig) == 0
+
+
+def test_a_tenant_with_many_requests_keeps_those_of_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator can still explain them."""
+    monkeypatch.setattr(request_log, "MAX_REQUESTS", 8)
+    log = request_log.RequestLog()
+    zeta, acme = (NamespaceId(tag * 32) for tag in (b"z", b"a"))
+    for number in range(3):
+        log.open((zeta, "e"), f"z{number}", number)
+    for number in range(50):
+        log.open((acme, "e"), f"a{number}", 10 + number)
+    assert [bool(log.find(f"z{number}")) for number in range(3)] == [True] * 3
+    assert [number for number in range(50) if log.find(f"a{number}")] == [45, 46, 47, 48, 49]
+    log.open((acme, "other"), "z0", 100)
+    assert [record.engine for record in log.find("z0")] == [(acme, "other"), (zeta, "e")]
+    log.tick(2000)
+    assert (log.find("z0"), log._count) == ([], 0)
