@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from stand_ins import FULL, WINDOW, FakePool, RecordingServer, Request
 
 from kvtier.client.offload import (
     BlockRead,
     CacheGeometry,
+    CacheGroup,
     LoadJob,
     LookupId,
     OffloadCore,
@@ -55,6 +57,22 @@ def test_a_lookup_starts_at_the_arrival_and_the_match_waits_for_it() -> None:
     assert engine.core.match("r", 8, 0.2) == 4
     assert engine.core.match("r", 12, 0.2) == 0
     assert len(engine.server.asked) == 1
+
+
+class Drafting(Request):
+    """A request whose last two full blocks have no key yet."""
+
+    def final_blocks(self, group: CacheGroup) -> int:
+        return super().final_blocks(group) - (2 if group.index == 0 else 1)
+
+
+@pytest.mark.parametrize(("groups", "limit"), [((FULL,), 8), ((WINDOW,), 12), ((FULL, WINDOW), 8)])
+def test_blocks_without_a_key_are_not_looked_up(groups: tuple[CacheGroup, ...], limit: int) -> None:
+    """B4.6: the group with the fewest keys ends the lookup."""
+    server = RecordingServer()
+    core = OffloadCore(CacheGeometry(groups, 4, 4), 1, OffloadOptions(), FakePool(), server)
+    core.arrived(Drafting(4), 0, 0.0)
+    assert server.asked == [(1, "r", 0, limit)]
 
 
 def test_a_lookup_times_out() -> None:

@@ -129,6 +129,22 @@ def test_a_load_is_sent_after_each_error_in_the_plan_of_saves(
         assert load.request_id == "r"
 
 
+def test_blocks_are_offered_again_to_each_new_run_of_the_server() -> None:
+    """B4.15 Not while the connection is lost, and not when the same run is connected again."""
+    client = FakeClient()
+    with scheduler_side(client) as (scheduler, _):
+        scheduler.new_request(make_request(2))
+        wait_until(lambda: not scheduler._requests["r"].registration.voting)
+        step = make_step({"r": [[7, 8]]}, r=8)
+        step.preempted_req_ids = None  # as vLLM has it in a step without preemptions
+        runs = ((1, True), (1, False), (None, False), (1, False), (2, True), (2, False), (None, False), (3, True))
+        for epoch, is_new in runs:
+            client.epoch = epoch
+            saves = scheduler.build_step(step).saves
+            assert [block_id for save in saves for block_id in save.block_ids] == ([7, 8] if is_new else []), epoch
+            scheduler.saves_reported(WorkerReport({save.job_id: 1 for save in saves}))
+
+
 def test_a_preempted_request_offers_its_blocks_anew() -> None:
     """B4.12 Preempted requests are in the step's output; they recompute into other blocks."""
     with scheduler_side(FakeClient()) as (scheduler, pool):

@@ -203,6 +203,8 @@ def test_a_slow_peer_delays_no_load_from_the_own_server() -> None:
     gate.set()
     wait_until(lambda: reports.take_results(idle=True).finished_recving == {"far"})
     close_when_idle(worker)
+    (of_peer,) = worker._peer_load_threads.values()
+    assert not any(thread.is_alive() for thread in of_peer._threads)
 
 
 def test_saves_pause_after_a_failure_and_then_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
