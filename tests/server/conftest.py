@@ -22,7 +22,7 @@ def session(route: Route, request: pytest.FixtureRequest) -> Iterator[RawSession
 
 @pytest.fixture
 def restored_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restores logging after a test that configures it, because later tests look for their lines."""
+    """Restores logging after a test that configures it, for later tests that look for lines."""
     root = logging.getLogger()
     before = (root.handlers[:], sys.excepthook, threading.excepthook)
     levels = {logger: logger.level for logger in map(logging.getLogger, (None, *logs._CHATTY))}
