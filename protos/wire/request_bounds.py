@@ -54,7 +54,8 @@ _INVALID = "INVALID_ARGUMENT"
 _VARINT_BYTES, _CHARACTER_BYTES, _LENGTH_BYTES = 10, 4, 2
 _HEAD_BYTES = 6
 """Largest tag and length of a field, as encoders write them."""
-_NO_TERMINATORS = bytes(range(128, 256))
+_NO_TERMINATORS, _CONTINUATION = bytes(range(128, 256)), bytes(range(128, 192))
+"""All bytes of a varint but its last; all bytes of a UTF-8 character but its first."""
 _FIXED_BYTES = {1: 8, 5: 4}
 _VARINT, _DELIMITED = 0, 2
 
@@ -213,8 +214,8 @@ class _Field:
         if not self.is_text:
             raise OutOfBounds(self.reason, f"{self.name}: {end - begin} bytes; the limit is {self.each}")
         most = self.each or 0
-        # Decodes only if the text may fit. The parser refuses a text that is not valid.
-        if end - begin > _CHARACTER_BYTES * most or len(message[begin:end].decode(errors="replace")) > most:
+        # The parser refuses a text that is not valid UTF-8.
+        if end - begin > _CHARACTER_BYTES * most or len(message[begin:end].translate(None, _CONTINUATION)) > most:
             raise OutOfBounds(self.reason, f"{self.name}: more than {most} characters")
 
     def _count(self, message: bytes, begin: int, end: int) -> int:
