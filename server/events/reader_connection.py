@@ -23,7 +23,7 @@ _RECEIVED_BYTES = 4096
 _BURST_BYTES, _BYTES_PER_SECOND = 64 << 10, 1024
 """What a peer may send at once, and in the long run: a subscription has 10 to 300 bytes."""
 _PIECE_BYTES = 64
-"""A shorter piece counts as so many bytes, because each piece takes a turn of the event loop."""
+"""A shorter piece counts as 64 bytes, because each piece takes a turn of the event loop."""
 _MAX_ANSWER_BYTES = 4096
 _TURN_MESSAGES = 32
 """Messages that a connection sends before others send theirs."""

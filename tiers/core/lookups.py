@@ -216,9 +216,8 @@ class LookupHandler:
     def take_back_hits(self, lease: BlockLease, reason: MissReason, lookup: RunningLookup | None = None) -> None:
         """Counts the hits of a lookup as misses, because it answers that no key is a hit."""
         namespace, was_counted = lease.owner.engine[0], not self.leases.is_open(lease)
-        pairs = zip(lease.items, lease.sources, strict=True)
-        found = [(block, source) for block, source in pairs if block is not None]
-        for source, keys in Counter(source for block, source in found if was_counted or block.ready).items():
+        found = [(block, tier) for block, tier in zip(lease.items, lease.sources, strict=True) if block is not None]
+        for source, keys in Counter(tier for block, tier in found if was_counted or block.ready).items():
             self.counters.hit(namespace, source, -keys)
         self.counters.miss(namespace, reason, len(found))
         lease.counted = False

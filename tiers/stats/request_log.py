@@ -127,7 +127,7 @@ class RequestRecord:
 
 
 class RequestLog:
-    """The requests of the last 15 minutes, at most 4,096; beyond it, fewer of the largest tenant."""
+    """Requests of the last 15 minutes, at most 4,096: then the largest tenant loses its oldest."""
 
     def __init__(self) -> None:
         self._by_tenant: dict[bytes, OrderedDict[tuple[EngineKey, str], RequestRecord]] = {}
