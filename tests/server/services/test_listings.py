@@ -42,7 +42,7 @@ async def service() -> AsyncIterator[Any]:
     for number in range(COUNT):
         run_to_end(core.lookup(session, KEYS, now=0, lease_seconds=1e12))
         run_to_end(
-            core.handoffs.publish(
+            core.publish(
                 session,
                 f"r{number}",
                 KEYS,

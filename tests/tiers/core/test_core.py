@@ -469,7 +469,7 @@ def test_another_engine_cannot_end_a_quarantine(engine: str, space: NamespaceId)
     answer = run_to_end(rig.core.prepare_store(rig.session, keys(0), now=0, lease_seconds=5))
     rig.core.tick(6)
     assert answer.store_id is not None
-    assert not rig.core.store_handler.table.is_quarantined(answer.store_id, other.engine)
+    assert not rig.core.is_quarantined(answer.store_id, other.engine)
     rig.core.writer_done(other, answer.store_id)
     assert rig.core.stats().quarantined_bytes == 4096
     rig.core.writer_done(rig.session, answer.store_id)

@@ -113,8 +113,8 @@ def test_a_request_sets_its_retention_once() -> None:
     rig = Rig()
     session = rig.session(spec("alice"))
     rig.core.begin_request(session, RequestInfo("r", session.namespace.id, retain_for=30))
-    assert rig.core.requests.retention_of(session, "r") == 30
-    assert rig.core.requests.retention_of(session, "another") == 0
+    assert rig.core.retention_of(session, "r") == 30
+    assert rig.core.retention_of(session, "another") == 0
 
 
 def test_expired_retention_makes_room_at_once() -> None:
