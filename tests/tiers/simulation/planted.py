@@ -677,6 +677,13 @@ MUTANTS = (
         "is_open = True",
     ),
     Mutant(
+        "a slice of the unpin queue drops the rest of its entry",
+        Invariant.PINS,
+        "core/unpin_queue.py",
+        "            if not entry.left:\n",
+        "            if True:\n",
+    ),
+    Mutant(
         "a reset leaves the pins of a publication",
         Invariant.RAISED,
         "core/handoffs.py",
