@@ -614,7 +614,7 @@ def test_an_operation_is_closed_if_its_call_ends_early(how: str) -> None:
                     while True:
                         yield Change(1e12) if how == "cancelled" else None
                         if how == "failed":
-                            calls.runtime.core.store(calls.session, StoreId(1))  # raises StoreNotFound
+                            calls.runtime.core.store(calls.session, StoreId(1))  # unknown
                 except BaseException as error:
                     closed.append(type(error).__name__)
                     raise

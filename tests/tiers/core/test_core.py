@@ -158,8 +158,8 @@ def test_leases_of_single_blocks_have_a_limit() -> None:
 
 def test_pins_of_long_leases_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a session touches no block of its leases; the slices then remove all pins."""
-    monkeypatch.setattr("kvtier.tiers.core.unpin_queue.SLICE", 5)
-    monkeypatch.setattr("kvtier.tiers.core.unpin_queue._ENTRY_COST", 0)
+    monkeypatch.setattr("kvtier.tiers.core.sliced_work.SLICE", 5)
+    monkeypatch.setattr("kvtier.tiers.core.sliced_work._ENTRY_COST", 0)
     rig = Rig()
     other = rig.open("other")
     rig.store(keys(*range(4)))

@@ -115,7 +115,7 @@ def test_a_hold_released_during_its_preparation_stays_released() -> None:
 
 def test_the_pins_of_a_long_hold_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other events run between two slices."""
-    monkeypatch.setattr("kvtier.tiers.core.unpin_queue.SLICE", 5 * _UNPIN_COST)
+    monkeypatch.setattr("kvtier.tiers.core.sliced_work.SLICE", 5 * _UNPIN_COST)
     rig = new_rig()
     rig.publish(NAMES)
     rig.finish_jobs()
@@ -129,7 +129,7 @@ def test_the_pins_of_a_long_hold_end_in_slices(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("ended", ["released", "replaced"])
 def test_pins_of_ended_holds_refuse_no_publication(monkeypatch: pytest.MonkeyPatch, ended: str) -> None:
     """The publication waits until the pins of the ended hold are removed."""
-    monkeypatch.setattr("kvtier.tiers.core.unpin_queue.SLICE", 2 * _UNPIN_COST)
+    monkeypatch.setattr("kvtier.tiers.core.sliced_work.SLICE", 2 * _UNPIN_COST)
     rig = HoldRig(part=0.8)
     [budget] = set(rig.core._handoffs._budgets.values())
     count = budget.bound // 4096 * 2 // 3
@@ -147,7 +147,7 @@ def test_pins_of_ended_holds_refuse_no_publication(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_reset_restarts_a_publication_that_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.tiers.core.unpin_queue.SLICE", 1 * _UNPIN_COST)
+    monkeypatch.setattr("kvtier.tiers.core.sliced_work.SLICE", 1 * _UNPIN_COST)
     rig = HoldRig(part=0.8)
     [budget] = set(rig.core._handoffs._budgets.values())
     count = budget.bound // 4096 - 6

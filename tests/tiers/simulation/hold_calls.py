@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from kvtier.tiers import errors
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.holds import Hold, HoldClaim
-from kvtier.tiers.core.holds import Publication as State
+from kvtier.tiers.core.holds import SlicedPublication as State
 from kvtier.tiers.core.operations import Operation
 from kvtier.tiers.types import HandoffDirection, HoldEnd, HoldName, KeyStatus
 

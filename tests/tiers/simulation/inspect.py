@@ -25,8 +25,8 @@ from kvtier.tiers.core.prefetches import PrefetchBudget
 from kvtier.tiers.core.requests import Request
 from kvtier.tiers.core.room_queue import _Line
 from kvtier.tiers.core.secondary import GATHER_SECONDS, SecondaryTierState
+from kvtier.tiers.core.sliced_work import _Entry
 from kvtier.tiers.core.transfers import JobKind
-from kvtier.tiers.core.unpin_queue import _Entry
 from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import TenantShare
 from kvtier.tiers.types import EngineSession, NamespaceSpec, tenant_of
@@ -61,7 +61,7 @@ class CoreView:
 def small_jobs(nbytes: int) -> Iterator[None]:
     """Limits jobs to `nbytes`, slices to three items and event logs to 16, to split all work."""
     limits = {"transfers.JOB_BYTES": nbytes, "event_log.RUN_KEYS": 3, "event_log.MAX_KEYS": 16}
-    limits |= {f"{module}.SLICE": 3 for module in ("cpu_tier", "unpin_queue", "bulk_eviction", "conversation_tasks")}
+    limits |= {f"{module}.SLICE": 3 for module in ("cpu_tier", "sliced_work", "bulk_eviction", "conversation_tasks")}
     limits["room_queue.MAX_WAITERS"] = 3
     limits |= {f"conversations.MAX_{name}": limit for name, limit in CONVERSATION_LIMITS.items()}
     with contextlib.ExitStack() as patches:
@@ -108,7 +108,7 @@ def abandoned(core: TierManager) -> list[Store]:
 
 
 def given_up(core: TierManager, store_id: int, blocks: list[Block]) -> list[Block]:
-    """Returns those blocks of an abandoned store that the core has released, the last ones first."""
+    """Returns the blocks of an abandoned store that the core has released: the last ones."""
     left = next((len(store.blocks) for store in abandoned(core) if store.id == store_id), 0)
     return blocks[left:]
 

@@ -679,7 +679,7 @@ MUTANTS = (
     Mutant(
         "a slice of the unpin queue drops the rest of its entry",
         Invariant.PINS,
-        "core/unpin_queue.py",
+        "core/sliced_work.py",
         "            if not entry.left:\n",
         "            if True:\n",
     ),
