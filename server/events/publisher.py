@@ -115,7 +115,7 @@ class EventPublisher:
                         del self._topics[name]
             for name, block_tokens in wanted.items():
                 if name not in self._topics:
-                    content_of = partial(self._runtime.core.events.contents.get, name[1])
+                    content_of = partial(self._runtime.core.content_of, name[1])
                     self._topics[name] = Topic(block_tokens, content_of)
                 if not self._topics[name].is_wanted:
                     await self._switch(name, self._topics[name], unsent, is_wanted=True)

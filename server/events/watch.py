@@ -75,8 +75,7 @@ class EventWatch:
         number of keys after which a slice ends.
         """
         self._runtime = runtime
-        self._log = runtime.core.events
-        self._ring = self._log.watch(scope)
+        self._ring = runtime.core.watch_events(scope)
         self._namespace = namespace
         self._turn = turn
         self._check = check
@@ -84,7 +83,7 @@ class EventWatch:
         self._slice = slice_keys or _SLICE
 
     def close(self) -> None:
-        self._log.unwatch(self._ring)
+        self._runtime.core.unwatch_events(self._ring)
 
     async def steps(self, cursor: int | None) -> AsyncGenerator[WatchStep, None]:
         """Yields steps until `check` or `turn` raises. Begins with a replay if `cursor` is None."""
@@ -123,7 +122,7 @@ class EventWatch:
         release = contextlib.ExitStack()
         release.callback(self._lock.release)
         with release:
-            replay = EventReplay(self._log, self._ring, self._namespace)
+            replay = self._runtime.core.replay_events(self._ring, self._namespace)
             phase = WatchPhase.BEGIN
             loop = asyncio.get_running_loop()
             while not replay.done:

@@ -322,8 +322,8 @@ class SessionRegistry:
         session = self._sessions.get(session_id)
         if session is not None:
             session.attachments.discard(connection)
-            if not session.attachments:  # it may have filled the stores that have begun so far
-                session.core.unmapped_from = self._runtime.core.store_handler.table.begun
+            if not session.attachments:
+                self._runtime.core.region_unmapped(session.core)
         self._runtime.core.writer_gone(session_id, connection)
         self._runtime.run_commands()
 

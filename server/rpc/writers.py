@@ -55,7 +55,7 @@ class Writers:
         try:
             yield
         finally:
-            self._runtime.core.lookup_handler.end_reader(lease)
+            self._runtime.core.end_reader(lease)
             self._runtime.run_commands()
 
     def busy(self, store_id: int) -> bool:

@@ -93,19 +93,19 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ListHandoffs(
         self, request: admin_pb2.ListHandoffsRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ListHandoffsResponse:
-        now, core = self._runtime.now(), self._runtime.core
-        holds = core.handoffs.all()
+        now, stats = self._runtime.now(), self._runtime.core.stats()
+        holds = self._runtime.core.holds()
         return admin_pb2.ListHandoffsResponse(
             handoffs=await self._describe(
                 holds[: min(request.max_handoffs or _MAX_HANDOFFS, _MAX_HANDOFFS)],
                 lambda hold: handoff_status(hold, now),
             ),
             total=len(holds),
-            held_bytes=core.handoffs.held_bytes,
-            totals=[handoff_totals(direction, stats) for direction, stats in core.handoffs.stats().items()],
+            held_bytes=stats.held_bytes,
+            totals=[handoff_totals(direction, totals) for direction, totals in stats.handoffs.items()],
             missed_claims=[
                 admin_pb2.MissedClaims(outcome=admin_pb2.ClaimOutcome.Name(outcome.value), claims=claims)
-                for outcome, claims in core.handoffs.claims.missed.items()
+                for outcome, claims in stats.claims_missed.items()
             ],
         )
 

@@ -190,9 +190,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         stores: list[StoreId] = []
         for grant_id in filter(None, dict.fromkeys(request.grant_ids)):
             grant = (session.id, grant_id)
-            if (lease := self._core.lookup_handler.leases.by_grant.get(grant)) is not None:
+            if (lease := self._core.lease_of_grant(grant)) is not None:
                 leases.append(lease.id)
-            elif (store_id := self._core.store_handler.table.by_grant.get(grant)) is not None:
+            elif (store_id := self._core.store_of_grant(grant)) is not None:
                 stores.append(store_id)
             else:  # the call has not arrived, is not granted yet, or has ended
                 session.withdraw(grant_id)
@@ -227,7 +227,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         try:
             self._core.store(session, store_id)  # raises NotOwner: the streams of others continue
         except StoreNotFound:
-            if not self._core.store_handler.table.is_quarantined(store_id, session.engine):
+            if not self._core.is_quarantined(store_id, session.engine):
                 return  # such as a store of another tenant
         await self._end_writers(store_id)
         self._sessions.check(session)

@@ -60,7 +60,6 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     ) -> None:
         self._runtime = runtime
         self._core = runtime.core
-        self._tasks = runtime.core.conversations
         self._sessions = sessions
         self._validator = validator
         self._tiers = [tier.name for tier in runtime.core.stats().tiers]
@@ -72,7 +71,6 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def ListConversations(
         self, request: conversation_pb2.ListConversationsRequest, context: grpc.aio.ServicerContext
     ) -> conversation_pb2.ListConversationsResponse:
-        table = self._tasks.table
         tenant = _tenant(request.tenant) if request.HasField("tenant") or not _sees_all() else None
         if tenant is not None:
             self._sessions.count_call_without_session(tenant)
@@ -80,10 +78,13 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         number = number_in(tag)
         most = min(request.max_conversations or _MAX_CONVERSATIONS, _MAX_CONVERSATIONS)
         if request.conversation_id:
-            found = sorted(table.named(tag, request.conversation_id), key=number, reverse=True)
+            found = sorted(self._core.conversations_named(tag, request.conversation_id), key=number, reverse=True)
             page, total = [each for each in found if not request.page or number(each) < request.page], len(found)
         else:
-            page, total = table.page(tag, request.page, most + 1), table.count_of(tag)
+            page, total = (
+                self._core.page_of_conversations(tag, request.page, most + 1),
+                self._core.count_conversations(tag),
+            )
         answer = conversation_pb2.ListConversationsResponse(total=total)
         keys = last = 0
         for conversation in page:
@@ -134,13 +135,15 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         """Acts on a conversation in all its namespaces. Raises `Refused`, RetentionFull."""
         tenant = _tenant(request.tenant)
         self._sessions.count_call_without_session(tenant)
-        found = self._tasks.table.named(tenant_tag(tenant), request.conversation_id)
+        found = self._core.conversations_named(tenant_tag(tenant), request.conversation_id)
         if not found:
             raise _unknown("conversation", request.conversation_id)
         if request.action == _PREFETCH:
             prompts = [(each.namespace, list(each.latest)) for each in found]
             return await self._prefetch(prompts, tenant, seconds)
-        return await self._long_calls.run(None, self._tasks.act(_ACTIONS[request.action], found, seconds))
+        return await self._long_calls.run(
+            None, self._core.act_on_conversations(_ACTIONS[request.action], found, seconds)
+        )
 
     async def _act_on_keys(self, request: conversation_pb2.ActOnConversationRequest, seconds: float) -> ActionCounts:
         """Acts on a prompt or a list of keys. Raises `Refused`, InvalidKey, RetentionFull."""
@@ -156,13 +159,13 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
                 (NamespaceId(request.namespace_id), await self._long_calls.keys(None, self._validator, request.keys))
             ]
         else:
-            prompts = self._tasks.table.prompts(tag, request.last_key)
+            prompts = self._core.prompts(tag, request.last_key)
             if not prompts:
                 raise _unknown("conversation with the block", request.last_key.hex())
             if request.action == _PREFETCH:
                 return await self._prefetch(prompts, tenant, seconds)
             targets = [(namespace.id, keys) for namespace, keys in prompts]
-        return await self._long_calls.run(None, self._tasks.act_on_keys(_ACTIONS[request.action], targets, seconds))
+        return await self._long_calls.run(None, self._core.act_on_keys(_ACTIONS[request.action], targets, seconds))
 
     async def _prefetch(
         self, prompts: Sequence[tuple[NamespaceSpec, list[bytes]]], tenant: str, seconds: float
@@ -189,7 +192,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
 
     async def _status(self, conversation: Conversation) -> conversation_pb2.ConversationStatus:
         now = self._runtime.now()
-        use = await self._long_calls.run(None, self._tasks.use_of(conversation))
+        use = await self._long_calls.run(None, self._core.use_of_conversation(conversation))
         status = conversation_pb2.ConversationStatus(
             conversation_id=conversation.id,
             tenant=conversation.tenant,

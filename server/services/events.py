@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from weakref import WeakValueDictionary
@@ -16,7 +16,7 @@ from ...protos.v1 import common_pb2, events_pb2, events_pb2_grpc
 from ...protos.wire.block_contents import TOKEN_BYTES, pack_contents, unpack_contents
 from ...protos.wire.packed_keys import unpack_keys
 from ...tiers.base import NamespaceId
-from ...tiers.core.block_contents import BlockContent, BlockContents
+from ...tiers.core.block_contents import BlockContent
 from ...tiers.core.event_log import BlockEvent, EventKind, event_scope
 from ...tiers.negotiation import Medium
 from ...tiers.types import GROUP_INDEX_BYTES, EngineSession
@@ -68,7 +68,7 @@ class EventService(events_pb2_grpc.EventServiceServicer):
         scheduler: SliceScheduler,
     ) -> None:
         self._runtime = runtime
-        self._log = runtime.core.events
+        self._core = runtime.core
         self._validator = validator
         self._sessions = sessions
         self._scheduler = scheduler
@@ -116,8 +116,8 @@ class EventService(events_pb2_grpc.EventServiceServicer):
         self._validator.check_keys(request.keys)
         if request.keys.lengths:
             raise Refused("INVALID_KEY", "keys: the keys of one call must have one length")
-        if not packed or not self._log.contents.limit_bytes:
-            return events_pb2.DescribeBlocksResponse(kept=bool(self._log.contents.limit_bytes))
+        if not packed or not self._core.keeps_contents:
+            return events_pb2.DescribeBlocksResponse(kept=self._core.keeps_contents)
         number = len(packed) // key_bytes
         tokens, parents = contents.token_ids, contents.parent_keys
         block_bytes = len(tokens) // number
@@ -144,7 +144,7 @@ class EventService(events_pb2_grpc.EventServiceServicer):
             except ValueError as error:
                 raise Refused("INVALID_ARGUMENT", f"contents: {error}") from error
             for key, content in zip(keys, described, strict=True):
-                self._log.describe(session.namespace.id, key, content)
+                self._core.describe(session.namespace.id, key, content)
         return events_pb2.DescribeBlocksResponse(kept=True)
 
     @contextlib.contextmanager
@@ -163,7 +163,7 @@ class EventService(events_pb2_grpc.EventServiceServicer):
                     del streams[each]
 
     def _response(self, step: WatchStep, epoch: int, *, with_contents: bool) -> events_pb2.WatchEventsResponse:
-        contents = _Contents(self._log.contents, _MAX_CONTENT_BYTES if with_contents else 0)
+        contents = _Contents(self._core.content_of, _MAX_CONTENT_BYTES if with_contents else 0)
         response = events_pb2.WatchEventsResponse(
             phase=_PHASES[step.phase],
             events=[part for event in step.events for part in self._messages(event, contents)],
@@ -196,12 +196,12 @@ class EventService(events_pb2_grpc.EventServiceServicer):
 class _Contents:
     """Contents for one response, up to a limit. The contents of further blocks are left out."""
 
-    def __init__(self, known: BlockContents, room: int) -> None:
-        self._known = known
+    def __init__(self, content_of: Callable[[NamespaceId, bytes], BlockContent | None], room: int) -> None:
+        self._content_of = content_of
         self._room = room
 
     def get(self, namespace: NamespaceId, key: bytes) -> BlockContent | None:
-        content = self._known.get(namespace, key) if self._room > 0 else None
+        content = self._content_of(namespace, key) if self._room > 0 else None
         if content is not None:
             self._room -= len(content[1]) + len(content[2])
         return content

@@ -33,7 +33,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         self, runtime: TierRuntime, sessions: SessionRegistry, validator: RequestValidator, long_calls: LongCalls
     ) -> None:
         self._runtime = runtime
-        self._handoffs = runtime.core.handoffs
+        self._core = runtime.core
         self._sessions = sessions
         self._validator = validator
         self._long_calls = long_calls
@@ -45,7 +45,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         session = self._sessions.get(request.session)
         request_id = _required(request.request_id, "request_id")
         keys = await self._long_calls.keys(session, self._validator, request.keys)
-        publication = self._handoffs.publish(
+        publication = self._core.publish(
             session,
             request_id,
             keys,
@@ -70,7 +70,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         lease_seconds = self._validator.lease(request.lease_duration)
         with contextlib.suppress(HoldExpired):  # `claim` raises it too, and records the miss
             await self._wait_settled(session, name, request.min_blocks, self._validator.wait(request.wait))
-        operation = self._handoffs.claim(
+        operation = self._core.claim(
             session,
             name,
             first_positions=list(request.first_positions),
@@ -101,7 +101,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         for part in slices_of(request.holds, _SLICE):
             if len(part) < len(request.holds):
                 await self._long_calls.scheduler.turn(session)
-            renewed += [self._handoffs.renew(name, now, extension) for name in self._names(session, part)]
+            renewed += [self._core.renew_hold(name, now, extension) for name in self._names(session, part)]
         missing = [number for number, was_renewed in enumerate(renewed) if not was_renewed]
         return handoff_pb2.RenewHoldsResponse(missing_holds=missing)
 
@@ -113,7 +113,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
             if len(part) < len(request.holds):
                 await self._long_calls.scheduler.turn(session)
             for name in self._names(session, part):
-                self._handoffs.release(name, now)
+                self._core.release_hold(name, now)
             self._runtime.run_commands()
         return handoff_pb2.ReleaseHoldsResponse()
 
@@ -123,7 +123,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         session = self._sessions.get(request.session)
         name, request_id = self._name(session, request.hold), _required(request.request_id, "request_id")
         owner = Owner(session.engine, session.id, request_id)
-        self._handoffs.claims.not_claimed(owner, name, _outcome(request.reason), self._runtime.now())
+        self._core.not_claimed(owner, name, _outcome(request.reason), self._runtime.now())
         return handoff_pb2.ReportNotClaimedResponse()
 
     async def _wait_settled(self, session: EngineSession, name: HoldName, blocks: int, seconds: float) -> None:
@@ -134,8 +134,8 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         """
         deadline = self._runtime.now() + seconds
         while (remaining := deadline - self._runtime.now()) > 0:
-            hold = self._handoffs.find(name, self._runtime.now())
-            if self._handoffs.is_settled(hold, blocks) if hold is not None else not self._handoffs.may_come(name):
+            hold = self._core.find_hold(name, self._runtime.now())
+            if self._core.is_settled(hold, blocks) if hold is not None else not self._core.may_come(name):
                 return
             await self._runtime.wait_for(name, remaining)
             self._sessions.check(session)

@@ -55,7 +55,7 @@ class HoldRig(Rig):
         session: EngineSession | None = None,
     ) -> Hold | PublishStatus:
         return run_to_end(
-            self.core.handoffs.publish(
+            self.core.publish(
                 session or self.session,
                 request_id,
                 names,
@@ -69,7 +69,7 @@ class HoldRig(Rig):
         )
 
     def claim(self, request_id: str = "r", *, now: float = 0.0, first: Sequence[int] = ()) -> HoldClaim:
-        claim = self.core.handoffs.claim(
+        claim = self.core.claim(
             self.reader, self.name(request_id), first_positions=first, request_id="mine", lease_seconds=600, now=now
         )
         return run_to_end(claim, now)

@@ -44,7 +44,7 @@ class ClaimHandler:
         lease_seconds: float,
         slice_keys: int,
     ) -> HoldClaim:
-        """Returns a claim of an open hold, which `run` performs. Raises LimitExceeded, InvalidItem."""
+        """Returns a claim, which `run` performs. Raises LimitExceeded, InvalidItem."""
         self._lookups.check_room(session, len(hold.keys))
         self._lookups.leases.check_grant(session, owner)
         return HoldClaim(session, owner, hold, first_positions, lease_seconds, slice_keys, user=owner.user)

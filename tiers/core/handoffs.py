@@ -31,12 +31,12 @@ from .claims import ClaimHandler
 from .commands import Command, HoldChanged
 from .cpu_tier import CpuTier
 from .handoff_log import HandoffLog
-from .holds import Hold, HoldClaim, HoldTable, Publication
+from .holds import Hold, HoldClaim, HoldTable, SlicedPublication
 from .in_flight_stores import STORE_SLICE
 from .lookups import LookupHandler
 from .operations import Operation
 from .settings import TierSettings
-from .unpin_queue import UnpinQueue
+from .sliced_work import UnpinQueue
 
 __all__ = ["EXPIRY_MARGIN_SECONDS", "HandoffHandler"]
 
@@ -79,7 +79,7 @@ class HandoffHandler:
         self._commands = commands
         self._log = log
         self._unpins = unpins
-        self._publications: set[Publication] = set()
+        self._publications: set[SlicedPublication] = set()
         """Publications that have not pinned all of their blocks."""
         self._ended_pins = 0
         """Number of pins of ended holds in the unpin queue."""
@@ -128,10 +128,10 @@ class HandoffHandler:
             raise InvalidItem(f"{len(keys)} keys and {len(positions)} positions")
         name: HoldName = (*session.engine, request_id)
         return self._publish(
-            Publication(session, name, keys, positions, num_tokens, direction, duration, slice_keys), now
+            SlicedPublication(session, name, keys, positions, num_tokens, direction, duration, slice_keys), now
         )
 
-    def _publish(self, publication: Publication, now: float) -> Operation[Hold | PublishStatus]:
+    def _publish(self, publication: SlicedPublication, now: float) -> Operation[Hold | PublishStatus]:
         try:
             if len(publication.keys) > publication.slice_keys:
                 now = yield None
@@ -143,7 +143,7 @@ class HandoffHandler:
         assert publication.result is not None
         return publication.result
 
-    def _publish_slice(self, publication: Publication, now: float) -> bool:
+    def _publish_slice(self, publication: SlicedPublication, now: float) -> bool:
         """Pins or prepares the next blocks; returns whether a slice is left."""
         most = publication.slice_keys
         if publication.result is None:
@@ -163,7 +163,7 @@ class HandoffHandler:
         hold = publication.result
         return isinstance(hold, Hold) and self._prepare_slice(publication, hold)
 
-    def _abandon(self, publication: Publication, now: float) -> None:
+    def _abandon(self, publication: SlicedPublication, now: float) -> None:
         """Ends a publication whose engine gets no answer, and its hold."""
         self._publications.discard(publication)
         hold = publication.result
@@ -174,7 +174,7 @@ class HandoffHandler:
             self._unpin_held(publication.blocks)
         self._cpu_tier.finish(publication)
 
-    def _open(self, publication: Publication, now: float) -> bool:
+    def _open(self, publication: SlicedPublication, now: float) -> bool:
         """Opens the hold of a publication whose blocks are pinned, or refuses it.
 
         Returns False if blocks are missing, or if ended holds must be unpinned first, because they
@@ -221,7 +221,7 @@ class HandoffHandler:
         self._stats[direction].published += 1
         return True
 
-    def _prepare_slice(self, publication: Publication, hold: Hold) -> bool:
+    def _prepare_slice(self, publication: SlicedPublication, hold: Hold) -> bool:
         """Promotes, protects and records the use of the next blocks, unless the hold has ended."""
         start, end = publication.prepared, min(publication.prepared + publication.slice_keys, len(hold.items))
         is_open = self._table.get(hold.name) is hold
@@ -364,11 +364,11 @@ class HandoffHandler:
             self._charge(block)
         return blocks
 
-    def _is_over(self, publication: Publication) -> bool:
+    def _is_over(self, publication: SlicedPublication) -> bool:
         pins, budgets = self._lookups.pin_budget, publication.budgets
         return pins.is_over(publication.name[0]) or any(budget.is_over for budget in budgets)
 
-    def _refusal(self, publication: Publication) -> PublishStatus | None:
+    def _refusal(self, publication: SlicedPublication) -> PublishStatus | None:
         tenant, most = publication.session.tenant, MAX_HELD_ITEMS - len(publication.keys)
         if self._table.count(tenant) >= self._max_holds or self._table.items_of(tenant) > most:
             return PublishStatus.TOO_MANY

@@ -16,7 +16,7 @@ from ..types import EngineKey, EngineSession, HandoffDirection, HoldName, Owner,
 from .block import Block
 from .leases import PENDING_COST, BlockLease
 
-__all__ = ["Hold", "HoldClaim", "HoldTable", "Publication"]
+__all__ = ["Hold", "HoldClaim", "HoldTable", "SlicedPublication"]
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +76,7 @@ class Hold:
 
 
 @dataclass(slots=True, eq=False)
-class Publication:
+class SlicedPublication:
     """A publication: it pins all blocks, opens the hold, and prepares it.
 
     Attributes:

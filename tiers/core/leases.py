@@ -22,7 +22,7 @@ from .conversations import Conversation
 from .cpu_tier import CpuTier
 from .prefetches import PrefetchProgress
 from .shares import count_bytes
-from .unpin_queue import UnpinQueue
+from .sliced_work import UnpinQueue
 
 if TYPE_CHECKING:
     from ..stats.miss_ratio_curve import MissRatioCurves

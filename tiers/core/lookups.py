@@ -25,8 +25,8 @@ from .prefetches import PrefetchAnswer, PrefetchProgress
 from .room_queue import RoomQueue
 from .secondary import Presence
 from .shares import PinBudget
+from .sliced_work import UnpinQueue
 from .transfers import TransferScheduler
-from .unpin_queue import UnpinQueue
 
 __all__ = ["LookupHandler"]
 

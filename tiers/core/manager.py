@@ -78,10 +78,14 @@ class TierManager(CoreParts):
         self._requests.session_ended(session)
         del self._sessions[session_id]
         if all(other.engine != session.engine for other in self._sessions.values()):
-            self.handoffs.engine_gone(session.engine)
+            self._handoffs.engine_gone(session.engine)
 
     def writer_attached(self, session_id: bytes, writer: int) -> None:
         self.session(session_id).writers.add(writer)
+
+    def region_unmapped(self, session: EngineSession) -> None:
+        """Called when a client does not map the region any more. It may have filled its stores."""
+        session.unmapped_from = self._stores.table.begun
 
     def writer_gone(self, session_id: bytes, writer: int) -> None:
         """Called when a writer connection has ended: the process can no longer write to slots."""
@@ -99,7 +103,7 @@ class TierManager(CoreParts):
         self._requests.check_room(session)
         begun = self._requests.negotiate(session, request)
         if request.conversation_id:
-            begun.conversation = self.conversations.table.begin_request(session, request.conversation_id, self._now)
+            begun.conversation = self._conversations.table.begin_request(session, request.conversation_id, self._now)
         if request.request_id:
             self._request_log.open(session.engine, request.request_id, self._now).negotiation = begun.negotiation
         return begun.negotiation
@@ -209,9 +213,9 @@ class TierManager(CoreParts):
         """
         now = self._now = max(now, self._now)
         self._request_log.tick(now)
-        self.events.tick(now)
+        self._events.tick(now)
         self._sliced_work.expire(now)
-        self.handoffs.tick(now)
+        self._handoffs.tick(now)
         expired = self._lookups.leases.expired(now)
         self._expired_leases += len(expired)
         self._lookups.end(expired)
@@ -246,7 +250,7 @@ class TierManager(CoreParts):
             self._transfers.retire(session.namespace.id)
         if resetting := self.resetting(session):
             return resetting
-        self.handoffs.reset(session.namespace.id, self._now)
+        self._handoffs.reset(session.namespace.id, self._now)
         self._transfers.hurry()  # queued blocks are pinned
         self._sliced_work.continue_if(self._cpu_tier.reset(session.namespace.id))
         return self.resetting(session)
@@ -263,6 +267,11 @@ class TierManager(CoreParts):
 
     def stores(self) -> list[Store]:
         return list(self._stores.table)
+
+    @property
+    def keeps_contents(self) -> bool:
+        """Whether the core keeps what clients describe of blocks."""
+        return bool(self._events.contents.limit_bytes)
 
     def explain(self, request_id: str) -> list[RequestRecord]:
         """Returns the recent records of a request, of any engine; the latest first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 from ..base import NamespaceId, SecondaryTier
@@ -18,6 +19,7 @@ from .completions import CompletionHandler, Durability
 from .conversation_tasks import ConversationTasks
 from .cpu_tier import CpuTier
 from .event_log import EventLog
+from .event_replay import EventReplay
 from .handoff_log import HandoffLog
 from .handoffs import HandoffHandler
 from .lookups import LookupHandler
@@ -32,7 +34,7 @@ __all__ = ["CoreParts"]
 
 
 class CoreParts:
-    """Base of `TierManager`."""
+    """Base of `TierManager`: its parts, and those of its methods that a part has alone."""
 
     def __init__(
         self,
@@ -82,13 +84,16 @@ class CoreParts:
     def _create_tiers(
         self, settings: TierSettings, extent_bytes: int, tiers: Sequence[SecondaryTier], max_queued_bytes: int
     ) -> None:
-        self.events = EventLog(self._commands, settings.content_bytes)
+        events = self._events = EventLog(self._commands, settings.content_bytes)
+        self.watch_events, self.unwatch_events = events.watch, events.unwatch
+        self.replay_events = partial(EventReplay, events)
+        self.describe, self.content_of = events.describe, events.contents.get
         self._cpu_tier = CpuTier(
             extent_bytes=extent_bytes,
             queues=settings.new_queues(CPU_TIER, self._region_bytes, self._now),
             history=self._history,
             spare_part=settings.spare_part,
-            events=self.events,
+            events=events,
         )
         self._transfers = TransferScheduler(
             tiers=tiers,
@@ -98,7 +103,7 @@ class CoreParts:
             cpu_tier=self._cpu_tier,
             history=self._history,
             commands=self._commands,
-            events=self.events,
+            events=events,
         )
         shared_tiers = self._shared_tiers = SharedTierQueries(self._transfers.residency, self._cpu_tier)
         self.excluded, self.query_shared_tiers = self._transfers.residency.excluded, shared_tiers.query
@@ -108,13 +113,17 @@ class CoreParts:
 
     def _create_handlers(self, settings: TierSettings, tiers: Sequence[SecondaryTier], new_ids: Iterator[int]) -> None:
         """Creates the event handlers. A handler refers only to handlers created before it."""
-        self.requests = self._requests = RequestTable(tiers=tiers, on_end=self._request_ended)
-        self.conversations = ConversationTasks(self._cpu_tier, self._transfers)
+        self._requests = RequestTable(tiers=tiers, on_end=self._request_ended)
+        conversations = self._conversations = ConversationTasks(self._cpu_tier, self._transfers)
+        self.act_on_conversations, self.act_on_keys = conversations.act, conversations.act_on_keys
+        self.use_of_conversation = conversations.use_of
+        self.conversations_named, self.page_of_conversations = conversations.table.named, conversations.table.page
+        self.count_conversations, self.prompts = conversations.table.count_of, conversations.table.prompts
         self._sliced_work = IncrementalWork(cpu_tier=self._cpu_tier, transfers=self._transfers, commands=self._commands)
-        self.lookup_handler = self._lookups = LookupHandler(
+        self._lookups = LookupHandler(
             cpu_tier=self._cpu_tier,
             transfers=self._transfers,
-            conversations=self.conversations.table,
+            conversations=conversations.table,
             history=self._history,
             request_log=self._request_log,
             counters=self._counters,
@@ -125,7 +134,8 @@ class CoreParts:
             region_bytes=self._region_bytes,
             leased_part=settings.leased_part,
         )
-        self.handoffs = HandoffHandler(
+        self.end_reader, self.lease_of_grant = self._lookups.end_reader, self._lookups.leases.by_grant.get
+        handoffs = self._handoffs = HandoffHandler(
             cpu_tier=self._cpu_tier,
             lookups=self._lookups,
             settings=settings,
@@ -134,20 +144,23 @@ class CoreParts:
             log=HandoffLog(self._request_log, self._history),
             unpins=self._sliced_work.unpins,
         )
+        self.publish, self.claim, self.not_claimed = handoffs.publish, handoffs.claim, handoffs.claims.not_claimed
+        self.holds, self.find_hold, self.is_settled = handoffs.all, handoffs.find, handoffs.is_settled
+        self.may_come, self.renew_hold, self.release_hold = handoffs.may_come, handoffs.renew, handoffs.release
         self._completions = CompletionHandler(
             cpu_tier=self._cpu_tier,
             transfers=self._transfers,
             requests=self._requests,
             lookups=self._lookups,
-            handoffs=self.handoffs,
+            handoffs=handoffs,
             history=self._history,
             commands=self._commands,
         )
-        self.store_handler = self._stores = StoreHandler(
+        self._stores = StoreHandler(
             cpu_tier=self._cpu_tier,
             transfers=self._transfers,
             requests=self._requests,
-            conversations=self.conversations.table,
+            conversations=conversations.table,
             completions=self._completions,
             history=self._history,
             miss_ratio_curves=self._miss_ratio_curves,
@@ -156,6 +169,8 @@ class CoreParts:
             unpins=self._sliced_work.unpins,
             continue_if=self._sliced_work.continue_if,
         )
+
+        self.store_of_grant, self.is_quarantined = self._stores.table.by_grant.get, self._stores.table.is_quarantined
 
     def stats(self) -> ManagerStats:
         hits, misses = self._counters.hits, self._counters.misses
@@ -175,11 +190,11 @@ class CoreParts:
             quarantined_bytes=self._stores.table.quarantined_bytes,
             sessions=len(self._sessions),
             namespaces=len(self._namespaces),
-            holds=len(self.handoffs),
-            held_bytes=self.handoffs.held_bytes,
-            handoffs=self.handoffs.stats(),
-            conversations=self.conversations.stats(),
-            claims_missed=dict(self.handoffs.claims.missed),
+            holds=len(self._handoffs),
+            held_bytes=self._handoffs.held_bytes,
+            handoffs=self._handoffs.stats(),
+            conversations=self._conversations.stats(),
+            claims_missed=dict(self._handoffs.claims.missed),
             lookup_keys=keys,
             lookup_misses=misses.total(),
             misses_by_reason=dict(misses),

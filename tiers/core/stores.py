@@ -18,8 +18,8 @@ from .in_flight_stores import STORE_SLICE, InFlightStores, Preparation, Store
 from .operations import Operation
 from .requests import Request, RequestTable
 from .shares import PinBudget
+from .sliced_work import UnpinQueue
 from .transfers import TransferScheduler
-from .unpin_queue import UnpinQueue
 
 __all__ = ["StoreHandler"]
 

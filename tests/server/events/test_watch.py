@@ -70,7 +70,7 @@ async def test_a_reader_that_lost_events_gets_a_replay(runtime: TierRuntime) -> 
         with mock.patch("kvtier.tiers.core.event_log.MAX_KEYS", 16):
             for number in range(0, 24, 8):
                 store(runtime, KEYS[number : number + 8])
-                runtime.core.events.watch(watch._ring.scope).read(watch._ring.end, 1)  # another reader
+                runtime.core.watch_events(watch._ring.scope).read(watch._ring.end, 1)  # another reader
         replay = await replay_of(steps)
         assert replay[0].phase is WatchPhase.BEGIN
         assert sorted(stored(replay)) == sorted(KEYS)
@@ -102,7 +102,7 @@ async def test_without_readers_nothing_is_recorded(runtime: TierRuntime) -> None
     async with contextlib.aclosing(watch.steps(None)) as steps:
         cursor = (await replay_of(steps))[-1].cursor
     watch.close()
-    tiers = runtime.core.events.tiers.values()
+    tiers = runtime.core._events.tiers.values()
     assert all(tier.is_on for tier in tiers)
     runtime.core.tick(runtime.now() + 2 * KEEP_SECONDS)
     assert not any(tier.is_on for tier in tiers)

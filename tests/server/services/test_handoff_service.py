@@ -218,7 +218,7 @@ async def large(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
 
 async def test_a_publication_runs_in_slices(large: Engine) -> None:
     """Other calls run between two slices; a cancelled publication leaves no hold and no pin."""
-    handoffs, turns = large.runtime.core.handoffs, 0
+    handoffs, turns = large.runtime.core._handoffs, 0
     publishing = asyncio.ensure_future(large.publish(keys(0, 4096)))
     while not publishing.done():
         turns += 1

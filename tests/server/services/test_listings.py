@@ -43,7 +43,7 @@ async def service() -> AsyncIterator[Any]:
     for number in range(COUNT):
         run_to_end(core.lookup(session, KEYS, LookupSpec(lease_seconds=1e12), now=0))
         run_to_end(
-            core.handoffs.publish(
+            core.publish(
                 session,
                 f"r{number}",
                 KEYS,

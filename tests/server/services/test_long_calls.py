@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
+from inspect import GEN_CLOSED, getgeneratorstate
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from kvtier.server.runtime import TierRuntime
 from kvtier.server.services import long_calls
 from kvtier.tiers.base import NamespaceId, TierFilter
 from kvtier.tiers.core.call_specs import LookupSpec
+from kvtier.tiers.core.commands import Change
 from kvtier.tiers.core.completions import Durability
+from kvtier.tiers.core.operations import Operation
 from kvtier.tiers.errors import InvalidItem, InvalidKey, StoreNotFound
 from kvtier.tiers.types import (
     DurableStatus,
@@ -632,5 +635,36 @@ def test_a_stream_that_ends_before_its_grant_gets_no_slots(end: str, *, push: bo
                 assert [type(message) for message in sent] == ([] if end in ("stream", "child") else [Refusal])
             broker.disconnected()
             assert not broker.writers.busy(begin.target)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "session ended", "failed"])
+def test_an_operation_is_closed_if_its_call_ends_early(how: str) -> None:
+    """At once, and not by the garbage collector: the test still has the operation."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            closed: list[str] = []
+
+            def steps() -> Operation[None]:
+                try:
+                    while True:
+                        yield Change(1e12) if how == "cancelled" else None
+                        if how == "failed":
+                            calls.runtime.core.store(calls.session, StoreId(1))  # unknown
+                except BaseException as error:
+                    closed.append(type(error).__name__)
+                    raise
+
+            operation = steps()
+            call = asyncio.create_task(calls.long_calls.run(calls.session, operation))
+            await asyncio.sleep(0)
+            if how == "cancelled":
+                call.cancel()
+            calls.registry_ended = how == "session ended"
+            await asyncio.wait([call])
+            assert closed == ["StoreNotFound" if how == "failed" else "GeneratorExit"]
+            assert getgeneratorstate(operation) == GEN_CLOSED
 
     asyncio.run(scenario())

@@ -10,7 +10,6 @@ from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.block_contents import BlockContents
 from kvtier.tiers.core.bulk_eviction import EvictionRequest
 from kvtier.tiers.core.call_specs import StoreSpec
-from kvtier.tiers.core.event_replay import EventReplay
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.types import TENANT_TAG_BYTES
@@ -28,11 +27,11 @@ class DescribingRig(Rig):
 
     def describe(self, names: list[bytes]) -> None:
         for key in names:
-            self.core.events.describe(SPEC.id, key, CONTENT)
+            self.core.describe(SPEC.id, key, CONTENT)
 
     @property
     def described(self) -> list[bytes]:
-        contents = self.core.events.contents
+        contents = self.core._events.contents
         return [key for key in keys(*range(100)) if contents.get(SPEC.id, key) is not None]
 
 
@@ -46,7 +45,7 @@ def test_a_content_is_kept_until_no_tier_has_the_block() -> None:
     assert rig.described == keys(*range(4)), "the disk has the blocks"
     run_to_end(rig.core.evict(EvictionRequest((1,))).run())
     assert rig.described == []
-    assert rig.core.events.contents.nbytes == 0
+    assert rig.core._events.contents.nbytes == 0
 
 
 def test_a_reset_drops_the_contents_if_only_the_cpu_tier_had_the_blocks() -> None:
@@ -55,7 +54,7 @@ def test_a_reset_drops_the_contents_if_only_the_cpu_tier_had_the_blocks() -> Non
     rig.store(keys(*range(4)))
     rig.core.reset(rig.session)
     assert rig.described == []
-    assert rig.core.events.contents.nbytes == 0
+    assert rig.core._events.contents.nbytes == 0
 
 
 def test_a_store_that_fails_leaves_no_content() -> None:
@@ -114,7 +113,7 @@ def test_a_replay_has_blocks_in_the_order_of_their_stores() -> None:
     """B6.1 Parents come before their children, in slices of any size."""
     rig = DescribingRig()
     rig.store(keys(*range(10)))
-    replay = EventReplay(rig.core.events, rig.core.events.watch(None))
+    replay = rig.core.replay_events(rig.core.watch_events(None))
     found = []
     while not replay.done:
         found += [key for event in replay.step(3) for key in event.keys]

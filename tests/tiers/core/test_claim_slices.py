@@ -33,7 +33,7 @@ def new_rig() -> HoldRig:
 
 
 def begin(rig: HoldRig, most: int = 3, *, first: list[int] | None = None, request_id: str = "mine") -> Steps[HoldClaim]:
-    claim = rig.core.handoffs.claim(
+    claim = rig.core.claim(
         rig.reader,
         rig.name(),
         first_positions=first or [],
@@ -98,7 +98,7 @@ def test_an_abandoned_claim_leaves_nothing(slices: int) -> None:
 
 
 def release_hold(rig: HoldRig) -> None:
-    assert rig.core.handoffs.release(rig.name(), 1.0)
+    assert rig.core.release_hold(rig.name(), 1.0)
 
 
 def replace_hold(rig: HoldRig) -> None:

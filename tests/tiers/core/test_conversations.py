@@ -22,7 +22,7 @@ def begin(rig: Rig, name: str, request: str = "r", *, owner: str = "alice") -> C
     session = rig.session(spec(owner))
     rig.core.finish_request(session, request)
     rig.core.begin_request(session, RequestInfo(request, session.namespace.id, conversation_id=name))
-    conversation = rig.core.requests.conversation_of(session, request)
+    conversation = rig.core._requests.conversation_of(session, request)
     assert conversation is not None
     return conversation
 
@@ -69,14 +69,14 @@ def test_it_has_the_keys_that_requests_look_up_and_store() -> None:
         )
     assert list(conversation.latest) == keys([0, 1, 90])
     assert list(conversation.keys) == keys([*range(8), 90])
-    assert (conversation.requests, len(rig.core.conversations.table)) == (2, 1)
+    assert (conversation.requests, len(rig.core._conversations.table)) == (2, 1)
 
 
 def test_a_request_without_a_conversation_records_nothing() -> None:
     rig = Rig()
     rig.store("alice", range(8))
     assert rig.look_up("alice", range(8)) == 8
-    assert len(rig.core.conversations.table) == rig.core.conversations.table.keys == 0
+    assert len(rig.core._conversations.table) == rig.core._conversations.table.keys == 0
 
 
 def test_a_conversation_keeps_the_keys_of_its_latest_request() -> None:
@@ -95,11 +95,11 @@ def test_the_table_forgets_the_conversation_that_was_not_used_for_the_longest_ti
     with mock.patch(f"{LIMITS}{limit}", 24 if limit.endswith("KEYS") else 3):
         rig = Rig()
         pinned = store(rig, "pinned", range(8))
-        work(rig, rig.core.conversations.act(BlockAction.PIN, [pinned]))
+        work(rig, rig.core.act_on_conversations(BlockAction.PIN, [pinned]))
         first, second = store(rig, "first", range(10, 18)), store(rig, "second", range(20, 28))
         store(rig, "first", range(10, 18))
         third = store(rig, "third", range(30, 38))
-        table = rig.core.conversations.table
+        table = rig.core._conversations.table
         assert set(table) == {pinned, first, third}
         assert (table.keys, table.forgotten, second.is_open) == (24, 1, False)
         assert set(keys(range(20, 28))) <= rig.visible("alice")
@@ -111,7 +111,7 @@ def test_the_largest_tenant_loses_its_oldest_conversation() -> None:
         bob = store(rig, "b", range(4), owner="bob")
         for number in range(3):
             store(rig, f"c{number}", range(4))
-        assert {each.id for each in rig.core.conversations.table} == {"b", "c1", "c2"}
+        assert {each.id for each in rig.core._conversations.table} == {"b", "c1", "c2"}
         assert bob.is_open
 
 
@@ -119,7 +119,7 @@ def test_retained_blocks_stay_until_their_time() -> None:
     """In both tiers, also the blocks that later requests store."""
     rig = Rig(tiers=[ModelTier("disk", 64 * PAGE)])
     conversation = store(rig, "c", range(8))
-    assert work(rig, rig.core.conversations.act(BlockAction.RETAIN, [conversation], 60)) == ActionCounts(changed=8)
+    assert work(rig, rig.core.act_on_conversations(BlockAction.RETAIN, [conversation], 60)) == ActionCounts(changed=8)
     store(rig, "c", range(8, 12))
     flood(rig)
     assert set(keys(range(12))) <= rig.visible("alice") & rig.below("alice")
@@ -140,11 +140,11 @@ def test_too_many_blocks_are_refused_and_nothing_changes() -> None:
     rig = Rig(tenant("alice", quota=2 * EXTENT))
     small, large = store(rig, "small", range(8)), store(rig, "large", range(10, 30))
     with pytest.raises(RetentionFull, match="may retain"):
-        work(rig, rig.core.conversations.act(BlockAction.RETAIN, [large], 60))
+        work(rig, rig.core.act_on_conversations(BlockAction.RETAIN, [large], 60))
     assert rig.share("alice").retained == 0
     assert large.retain_until == 0
-    assert work(rig, rig.core.conversations.act(BlockAction.RETAIN, [small], 60)).changed == 8
-    assert work(rig, rig.core.conversations.act(BlockAction.RETAIN, [small], 90)).changed == 8, (
+    assert work(rig, rig.core.act_on_conversations(BlockAction.RETAIN, [small], 60)).changed == 8
+    assert work(rig, rig.core.act_on_conversations(BlockAction.RETAIN, [small], 90)).changed == 8, (
         "retained blocks are charged once"
     )
 
@@ -153,9 +153,8 @@ def test_released_blocks_can_be_evicted() -> None:
     """Except those that another retained conversation uses."""
     rig = Rig()
     first, second = store(rig, "first", range(8)), store(rig, "second", range(4, 12))
-    tasks = rig.core.conversations
-    work(rig, tasks.act(BlockAction.RETAIN, [first, second], 60))
-    assert work(rig, tasks.act(BlockAction.RELEASE, [first])) == ActionCounts(changed=4, shared=4)
+    work(rig, rig.core.act_on_conversations(BlockAction.RETAIN, [first, second], 60))
+    assert work(rig, rig.core.act_on_conversations(BlockAction.RELEASE, [first])) == ActionCounts(changed=4, shared=4)
     flood(rig)
     assert rig.visible("alice") & set(keys(range(12))) == set(keys(range(4, 12)))
 
@@ -164,9 +163,9 @@ def test_demoted_blocks_are_evicted_first() -> None:
     """If a tier below has them; retention ends. A later use makes them ordinary blocks again."""
     rig = disk_rig()
     conversation = store(rig, "c", range(8))
-    work(rig, rig.core.conversations.act(BlockAction.RETAIN, [conversation], 60))
+    work(rig, rig.core.act_on_conversations(BlockAction.RETAIN, [conversation], 60))
     rig.store("alice", range(100, 132))
-    assert work(rig, rig.core.conversations.act(BlockAction.DEMOTE, [conversation])) == ActionCounts(changed=8)
+    assert work(rig, rig.core.act_on_conversations(BlockAction.DEMOTE, [conversation])) == ActionCounts(changed=8)
     rig.look_up("alice", range(2))
     rig.store("alice", range(200, 230))
     assert rig.visible("alice") & set(keys(range(8))) == set(keys(range(2)))
@@ -177,7 +176,7 @@ def test_demoted_blocks_are_evicted_first() -> None:
 def test_blocks_in_no_tier_below_are_not_demoted() -> None:
     rig = Rig()
     conversation = store(rig, "c", range(8))
-    assert work(rig, rig.core.conversations.act(BlockAction.DEMOTE, [conversation])) == ActionCounts(kept=8)
+    assert work(rig, rig.core.act_on_conversations(BlockAction.DEMOTE, [conversation])) == ActionCounts(kept=8)
 
 
 def test_demoted_blocks_may_be_pinned() -> None:
@@ -187,7 +186,7 @@ def test_demoted_blocks_may_be_pinned() -> None:
     lease = run_to_end(
         rig.core.lookup(rig.session(spec("alice")), keys(range(32)), LookupSpec(lease_seconds=1e9), now=0)
     )
-    work(rig, rig.core.conversations.act(BlockAction.DEMOTE, [conversation]))
+    work(rig, rig.core.act_on_conversations(BlockAction.DEMOTE, [conversation]))
     flood(rig)
     assert set(keys(range(1632, 1640))) <= rig.visible("alice")
     assert lease.lease is not None
@@ -198,10 +197,10 @@ def test_deleted_blocks_are_gone_from_all_tiers() -> None:
     """Blocks of other conversations stay, and the conversation is forgotten."""
     rig = disk_rig()
     first, second = store(rig, "first", range(8)), store(rig, "second", range(4, 12))
-    counts = work(rig, rig.core.conversations.act(BlockAction.DELETE, [first]))
+    counts = work(rig, rig.core.act_on_conversations(BlockAction.DELETE, [first]))
     assert counts == ActionCounts(changed=4, shared=4)
     assert rig.visible("alice") == rig.below("alice") == set(keys(range(4, 12)))
-    assert list(rig.core.conversations.table) == [second]
+    assert list(rig.core._conversations.table) == [second]
 
 
 def test_a_leased_block_is_not_deleted() -> None:
@@ -211,9 +210,9 @@ def test_a_leased_block_is_not_deleted() -> None:
     lease = run_to_end(rig.core.lookup(session, keys([0]), LookupSpec(lease_seconds=1e9), now=0)).lease
     assert lease is not None
     delete = BlockAction.DELETE
-    assert work(rig, rig.core.conversations.act(delete, [conversation])) == ActionCounts(changed=3, kept=1)
+    assert work(rig, rig.core.act_on_conversations(delete, [conversation])) == ActionCounts(changed=3, kept=1)
     rig.core.release(session, lease.id)
-    assert work(rig, rig.core.conversations.act(delete, [conversation])) == ActionCounts(changed=1)
+    assert work(rig, rig.core.act_on_conversations(delete, [conversation])) == ActionCounts(changed=1)
     assert not rig.visible("alice") | rig.below("alice")
 
 
@@ -221,38 +220,44 @@ def test_a_leased_block_is_not_deleted() -> None:
 def test_only_unpinning_changes_pinned_blocks(action: BlockAction) -> None:
     """Neither an action on the conversation nor one on its keys."""
     rig = disk_rig()
-    tasks, conversation = rig.core.conversations, store(rig, "c", range(8))
-    assert work(rig, tasks.act(BlockAction.PIN, [conversation])).changed == 8
-    assert work(rig, tasks.act(action, [conversation])) == ActionCounts(kept=8)
-    assert work(rig, tasks.act_on_keys(action, [(spec("alice").id, keys(range(8)))])) == ActionCounts(kept=8)
+    conversation = store(rig, "c", range(8))
+    assert work(rig, rig.core.act_on_conversations(BlockAction.PIN, [conversation])).changed == 8
+    assert work(rig, rig.core.act_on_conversations(action, [conversation])) == ActionCounts(kept=8)
+    assert work(rig, rig.core.act_on_keys(action, [(spec("alice").id, keys(range(8)))])) == ActionCounts(kept=8)
     rig.tick(86400 * 365)
     flood(rig)
     assert set(keys(range(8))) <= rig.visible("alice")
-    assert work(rig, tasks.act(BlockAction.UNPIN, [conversation])) == ActionCounts(changed=8)
+    assert work(rig, rig.core.act_on_conversations(BlockAction.UNPIN, [conversation])) == ActionCounts(changed=8)
     assert rig.share("alice").retained == 0
 
 
 def test_actions_on_keys_need_no_conversation() -> None:
     rig = disk_rig()
     rig.store("alice", range(8))
-    tasks, namespace = rig.core.conversations, spec("alice").id
+    namespace = spec("alice").id
     some = keys([*range(8), 90, 0])
-    assert work(rig, tasks.act_on_keys(BlockAction.RETAIN, [(namespace, some)], 60)) == ActionCounts(
+    assert work(rig, rig.core.act_on_keys(BlockAction.RETAIN, [(namespace, some)], 60)) == ActionCounts(
         changed=8, missing=1
     )
     flood(rig)
     assert set(keys(range(8))) <= rig.visible("alice")
-    assert work(rig, tasks.act_on_keys(BlockAction.RELEASE, [(namespace, some)])) == ActionCounts(changed=8, missing=1)
-    assert work(rig, tasks.act_on_keys(BlockAction.DEMOTE, [(namespace, some)])) == ActionCounts(changed=8, missing=1)
-    assert work(rig, tasks.act_on_keys(BlockAction.DELETE, [(namespace, some)])) == ActionCounts(changed=8, missing=1)
+    assert work(rig, rig.core.act_on_keys(BlockAction.RELEASE, [(namespace, some)])) == ActionCounts(
+        changed=8, missing=1
+    )
+    assert work(rig, rig.core.act_on_keys(BlockAction.DEMOTE, [(namespace, some)])) == ActionCounts(
+        changed=8, missing=1
+    )
+    assert work(rig, rig.core.act_on_keys(BlockAction.DELETE, [(namespace, some)])) == ActionCounts(
+        changed=8, missing=1
+    )
     assert not set(keys(range(8))) & (rig.visible("alice") | rig.below("alice"))
 
 
 def test_the_use_of_each_tier_is_counted() -> None:
     rig = Rig(tiers=[ModelTier("disk", 4096 * PAGE)])
     conversation = store(rig, "c", range(8))
-    work(rig, rig.core.conversations.act_on_keys(BlockAction.RETAIN, [(spec("alice").id, keys(range(2)))], 60))
-    found = run_to_end(rig.core.conversations.use_of(conversation))
+    work(rig, rig.core.act_on_keys(BlockAction.RETAIN, [(spec("alice").id, keys(range(2)))], 60))
+    found = run_to_end(rig.core.use_of_conversation(conversation))
     assert found == [TierUse(8, 8 * PAGE, 2), TierUse(8, 8 * PAGE, 2)]
 
 
@@ -261,7 +266,7 @@ def test_pages_list_the_newest_first() -> None:
     names = [store(rig, name, range(2)) for name in ("a", "b", "c")]
     store(rig, "a", range(2))
     other = store(rig, "d", range(2), owner="bob")
-    table = rig.core.conversations.table
+    table = rig.core._conversations.table
     assert table.page(None, 0, 10) == [other, *names[::-1]]
     tag = spec("alice").id[:16]
     assert table.page(tag, 0, 2) == [names[2], names[1]]
@@ -275,6 +280,6 @@ def test_a_prompt_has_the_keys_up_to_its_last() -> None:
     rig = Rig()
     store(rig, "old", range(6))
     conversation = store(rig, "new", range(2, 8))
-    table, tag = rig.core.conversations.table, spec("alice").id[:16]
+    table, tag = rig.core._conversations.table, spec("alice").id[:16]
     assert table.prompts(tag, keys([4])[0]) == [(conversation.namespace, keys(range(2, 5)))]
     assert table.prompts(tag, keys([90])[0]) == table.prompts(b"none", keys([4])[0]) == []

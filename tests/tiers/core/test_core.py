@@ -158,8 +158,8 @@ def test_leases_of_single_blocks_have_a_limit() -> None:
 
 def test_pins_of_long_leases_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a session touches no block of its leases; the slices then remove all pins."""
-    monkeypatch.setattr("kvtier.tiers.core.unpin_queue.SLICE", 5)
-    monkeypatch.setattr("kvtier.tiers.core.unpin_queue._ENTRY_COST", 0)
+    monkeypatch.setattr("kvtier.tiers.core.sliced_work.SLICE", 5)
+    monkeypatch.setattr("kvtier.tiers.core.sliced_work._ENTRY_COST", 0)
     rig = Rig()
     other = rig.open("other")
     rig.store(keys(*range(4)))
@@ -461,7 +461,7 @@ def test_another_engine_cannot_end_a_quarantine(engine: str, space: NamespaceId)
     answer = run_to_end(rig.core.prepare_store(rig.session, keys(0), StoreSpec(lease_seconds=5), now=0))
     rig.core.tick(6)
     assert answer.store_id is not None
-    assert not rig.core.store_handler.table.is_quarantined(answer.store_id, other.engine)
+    assert not rig.core.is_quarantined(answer.store_id, other.engine)
     rig.core.writer_done(other, answer.store_id)
     assert rig.core.stats().quarantined_bytes == 4096
     rig.core.writer_done(rig.session, answer.store_id)

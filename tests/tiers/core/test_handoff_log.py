@@ -41,7 +41,7 @@ def test_a_hold_from_publication_to_release() -> None:
     rig.claim(now=4.0)
     rig.claim(now=5.0, first=[1])
     assert (record.claims, record.hits) == (2, 3)
-    rig.core.handoffs.release(rig.name(), 6.0)
+    rig.core.release_hold(rig.name(), 6.0)
     assert held(rig) is record
     assert (record.end, record.ended_at) == (HoldEnd.RELEASED, 6.0)
 
@@ -93,9 +93,7 @@ def test_a_claim_block_by_block() -> None:
         (OutcomeRun(1, 0), OutcomeRun(1, MissReason.PENDING)),
         keys(2)[0],
     )
-    run_to_end(
-        rig.core.handoffs.claim(rig.reader, rig.name(), first_positions=[], request_id="", lease_seconds=600, now=5.0)
-    )
+    run_to_end(rig.core.claim(rig.reader, rig.name(), first_positions=[], request_id="", lease_seconds=600, now=5.0))
     assert [record.request_id for record in rig.core.explain("mine")] == ["mine"]
     assert rig.core.explain("") == []
 
@@ -123,7 +121,7 @@ def test_missing_blocks_of_a_hold_have_a_reason() -> None:
 def test_a_hold_of_another_tenant_is_no_reason() -> None:
     rig = HoldRig()
     rig.publish(keys(0), session=rig.open("engine", FOREIGN))
-    assert rig.core.handoffs.may_come((rig.session.namespace.id, "engine", "r"))
+    assert rig.core.may_come((rig.session.namespace.id, "engine", "r"))
     with pytest.raises(HoldNotFound):
         rig.claim()
     assert rig.core.stats().claims_missed == {ClaimOutcome.NOT_HELD: 1}
@@ -141,7 +139,7 @@ def test_a_claim_without_a_hold_has_a_reason() -> None:
     with pytest.raises(HoldNotFound):
         rig.claim()
     assert claimed(rig).claim == ClaimRecord("engine", "r", ClaimOutcome.OTHER_NAMESPACE)
-    rig.core.handoffs.release((OTHER.id, "engine", "r"), 1.0)
+    rig.core.release_hold((OTHER.id, "engine", "r"), 1.0)
     with pytest.raises(HoldNotFound):
         rig.claim()
     assert claimed(rig).claim == ClaimRecord("engine", "r", ClaimOutcome.NOT_HELD)

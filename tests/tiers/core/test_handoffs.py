@@ -28,7 +28,7 @@ def test_held_blocks_stay_and_a_claim_leases_them() -> None:
     rig.flood()
     claim = rig.claim()
     assert (claim.statuses, claim.hold.num_tokens, claim.hold.direction) == (HIT * 3, 48, P2D)
-    assert rig.core.handoffs.release(rig.name(), 1.0)
+    assert rig.core.release_hold(rig.name(), 1.0)
     rig.flood()
     assert claim.lease.statuses() == HIT * 3, "the reader keeps its lease after the release"
     rig.core.release(rig.reader, claim.lease.id)
@@ -43,7 +43,7 @@ def test_held_blocks_are_ordinary_cached_blocks() -> None:
     rig.publish(keys(0, 1))
     assert rig.look_up(keys(0, 1)) == HIT * 2
     assert rig.core.stats().tiers[0].used_bytes == 2 * 4096
-    rig.core.handoffs.release(rig.name(), 1.0)
+    rig.core.release_hold(rig.name(), 1.0)
     assert rig.look_up(keys(0, 1)) == HIT * 2
 
 
@@ -53,9 +53,9 @@ def test_a_hold_expires_and_its_claim_says_so() -> None:
     rig.store(keys(0))
     rig.publish(keys(0), duration=30)
     rig.core.tick(29.9)
-    assert len(rig.core.handoffs) == 1
+    assert len(rig.core.holds()) == 1
     rig.core.tick(30.0)
-    assert len(rig.core.handoffs) == 0
+    assert len(rig.core.holds()) == 0
     with pytest.raises(HoldExpired):
         rig.claim(now=30)
     with pytest.raises(HoldNotFound):
@@ -83,9 +83,9 @@ def test_the_reaper_checks_all_holds() -> None:
     rig.store(keys(0, 1, 2))
     for number in range(3):
         rig.publish(keys(number), f"r{number}")
-    rig.core.handoffs.renew(rig.name("r0"), 25.0)
+    rig.core.renew_hold(rig.name("r0"), 25.0)
     rig.core.tick(31.0)
-    assert [hold.name[2] for hold in rig.core.handoffs.all()] == ["r0"]
+    assert [hold.name[2] for hold in rig.core.holds()] == ["r0"]
 
 
 def test_a_heartbeat_extends_by_two_thirds() -> None:
@@ -96,12 +96,12 @@ def test_a_heartbeat_extends_by_two_thirds() -> None:
     rig = HoldRig()
     hold = rig.publish(keys(0), duration=30)
     for now, expires_at in ((0.0, 30.0), (5.0, 30.0), (10.0, 30.0), (15.0, 35.0), (34.9, 54.9)):
-        assert rig.core.handoffs.renew(rig.name(), now)
+        assert rig.core.renew_hold(rig.name(), now)
         assert hold.expires_at == pytest.approx(expires_at)
-    assert rig.core.handoffs.renew(rig.name(), 40.0, 480.0)
+    assert rig.core.renew_hold(rig.name(), 40.0, 480.0)
     assert hold.expires_at == 520.0
-    assert not rig.core.handoffs.renew(rig.name(), 520.0)
-    assert not rig.core.handoffs.renew(rig.name("never published"), 0.0)
+    assert not rig.core.renew_hold(rig.name(), 520.0)
+    assert not rig.core.renew_hold(rig.name("never published"), 0.0)
 
 
 def test_a_hold_outlives_its_publisher() -> None:
@@ -132,18 +132,17 @@ def test_claims_are_told_of_the_first_blocks() -> None:
     """A reader may load them while the other engine still computes; each is told once."""
     rig = HoldRig()
     hold = rig.publish(keys(0, 1, 2, 3))
-    handoffs = rig.core.handoffs
-    assert [handoffs.is_settled(hold, blocks) for blocks in (0, 2, 1, 3)] == [False] * 4
+    assert [rig.core.is_settled(hold, blocks) for blocks in (0, 2, 1, 3)] == [False] * 4
     told = []
     for number in range(4):
         rig.core.take_commands()
         rig.store(keys(number))
         told.append(HoldChanged(rig.name()) in rig.core.take_commands())
         assert rig.claim().settled == number + 1
-        assert handoffs.is_settled(hold, number + 1)
+        assert rig.core.is_settled(hold, number + 1)
     assert told == [True, False, False, True], "nothing waits for the second and third block"
-    assert handoffs.is_settled(hold, 0)
-    assert handoffs.is_settled(hold, 5), "there are no more blocks"
+    assert rig.core.is_settled(hold, 0)
+    assert rig.core.is_settled(hold, 5), "there are no more blocks"
 
 
 def test_the_end_of_the_publisher_settles_blocks() -> None:
@@ -152,7 +151,7 @@ def test_the_end_of_the_publisher_settles_blocks() -> None:
     store = rig.core.open_session(b"other", "other", None, SPEC)
     run_to_end(rig.core.prepare_store(store, keys(0), StoreSpec(lease_seconds=60), now=0))
     hold = rig.publish(keys(0, 1, 2))
-    assert not rig.core.handoffs.is_settled(hold, 2)
+    assert not rig.core.is_settled(hold, 2)
     rig.core.take_commands()
     rig.core.close_session(rig.session.id)
     assert hold.awaited == 1, "another engine still stores one of them"
@@ -232,9 +231,7 @@ def test_a_claim_leases_only_wanted_blocks() -> None:
     names = [*keys(0, 1, 2), *keys(0, group=1)]
     rig.store(names)
     run_to_end(
-        rig.core.handoffs.publish(
-            rig.session, "r", names, [0, 1, 2, 5], num_tokens=48, direction=P2D, duration=30, now=0
-        )
+        rig.core.publish(rig.session, "r", names, [0, 1, 2, 5], num_tokens=48, direction=P2D, duration=30, now=0)
     )
     assert rig.claim(first=[2]).statuses == NO_STATUS * 2 + HIT * 2
     assert rig.claim(first=[0, 6]).statuses == HIT * 3 + NO_STATUS
@@ -254,7 +251,7 @@ def test_a_block_without_a_content_hash_ends_with_its_hold() -> None:
     rig.publish([*keys(0), PRIVATE])
     claim = rig.claim()
     assert claim.statuses == HIT * 2
-    rig.core.handoffs.release(rig.name(), 1.0)
+    rig.core.release_hold(rig.name(), 1.0)
     assert claim.lease.statuses() == HIT * 2, "a reader may finish"
     rig.core.release(rig.reader, claim.lease.id)
     assert rig.look_up([PRIVATE]) == MISS
@@ -278,11 +275,11 @@ def test_held_bytes_have_a_limit() -> None:
     assert rig.core.stats().held_bytes == EXTENT // 2
     assert rig.publish(keys(8), "c") is PublishStatus.NO_ROOM
     assert rig.stats().declined == 1
-    rig.core.handoffs.release(rig.name("a"), 1.0)
+    rig.core.release_hold(rig.name("a"), 1.0)
     assert rig.core.stats().held_bytes == EXTENT // 4
     assert isinstance(rig.publish(keys(8), "c"), Hold)
-    rig.core.handoffs.release(rig.name("b"), 1.0)
-    rig.core.handoffs.release(rig.name("c"), 1.0)
+    rig.core.release_hold(rig.name("b"), 1.0)
+    rig.core.release_hold(rig.name("c"), 1.0)
     assert rig.core.stats().held_bytes == 0
     rig.flood()
     assert rig.look_up(keys(*range(12)), prefix=False) == MISS * 12
@@ -298,7 +295,7 @@ def test_held_bytes_of_a_tenant_count_against_its_quota() -> None:
         spec = NamespaceSpec(NamespaceId(name * 32), world_size=1, part_bytes=(4096,))
         session = core.open_session(name, "engine", None, spec)
         names = keys(*range(count))
-        publication = core.handoffs.publish(
+        publication = core.publish(
             session, f"{count}", names, range(count), num_tokens=1, direction=D2P, duration=30, now=0
         )
         return isinstance(run_to_end(publication), Hold)
@@ -316,7 +313,7 @@ def test_holds_of_a_tenant_have_a_limit() -> None:
     rig.publish(keys(1), "b")
     assert rig.publish(keys(2), "c") is PublishStatus.TOO_MANY
     assert isinstance(rig.publish(keys(2), "b", now=3.0), Hold)
-    assert [hold.name[2] for hold in rig.core.handoffs.all()] == ["a", "b"]
+    assert [hold.name[2] for hold in rig.core.holds()] == ["a", "b"]
     assert rig.stats() == HandoffStats(open=2, published=3, declined=1, dropped=1, held_seconds=3.0)
 
 
@@ -327,9 +324,9 @@ def test_keys_of_holds_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     rig.publish(keys(0, 1), "a")
     rig.publish(keys(0, 1), "b")
     assert rig.publish(keys(0), "c") is PublishStatus.TOO_MANY
-    first, second = rig.core.handoffs.all()
+    first, second = rig.core.holds()
     assert all(one is other for one, other in zip(first.keys, second.keys, strict=True))
-    rig.core.handoffs.release(rig.name("a"), 1.0)
+    rig.core.release_hold(rig.name("a"), 1.0)
     assert isinstance(rig.publish(keys(0), "c"), Hold)
 
 
@@ -380,9 +377,9 @@ def test_waiting_claims_are_told_of_publication_and_end() -> None:
     rig = HoldRig()
     rig.publish(keys(0))
     assert rig.core.take_commands() == [HoldChanged(rig.name())]
-    rig.core.handoffs.release(rig.name(), 1.0)
+    rig.core.release_hold(rig.name(), 1.0)
     assert rig.core.take_commands() == [HoldChanged(rig.name())]
-    assert not rig.core.handoffs.release(rig.name(), 1.0)
+    assert not rig.core.release_hold(rig.name(), 1.0)
     assert rig.core.take_commands() == []
 
 
@@ -402,8 +399,8 @@ def test_an_invalid_publication_changes_nothing() -> None:
     with pytest.raises(InvalidKey):
         rig.publish([*keys(1), *keys(0, group=7)])
     with pytest.raises(InvalidItem):
-        rig.core.handoffs.publish(rig.session, "r", keys(1), [], num_tokens=16, direction=P2D, duration=30, now=0)
-    assert [hold.keys for hold in rig.core.handoffs.all()] == [keys(0)]
+        rig.core.publish(rig.session, "r", keys(1), [], num_tokens=16, direction=P2D, duration=30, now=0)
+    assert [hold.keys for hold in rig.core.holds()] == [keys(0)]
     assert rig.look_up(keys(1)) == MISS
 
 

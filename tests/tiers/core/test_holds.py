@@ -31,9 +31,9 @@ def test_every_hold_ends_in_one_way() -> None:
     for number, direction in enumerate([P2D, P2D, P2D, D2P, D2P]):
         rig.publish(keys(0), f"r{number}", direction=direction)
     rig.publish(keys(0), "r0", direction=D2P, now=1.0)
-    assert rig.core.handoffs.release(rig.name("r1"), 2.0)
+    assert rig.core.release_hold(rig.name("r1"), 2.0)
     assert (rig.stats().released, rig.stats().dropped, rig.stats(D2P).dropped) == (1, 1, 0)
-    rig.core.handoffs.renew(rig.name("r4"), 29.0, 100.0)
+    rig.core.renew_hold(rig.name("r4"), 29.0, 100.0)
     rig.core.tick(30.0)
     rig.core.reset(rig.open("elsewhere", OTHER))
     assert [rig.stats(direction).open for direction in HandoffDirection] == [0, 2], "r0, published anew, and r4"
@@ -88,10 +88,10 @@ def test_held_blocks_are_not_in_the_eviction_queue() -> None:
     rig.publish(keys(*range(2)), "b")
     (queue,) = rig.core._cpu_tier.queues.all()
     assert [block.key for block in queue.policy.victims()] == [*keys(15), *keys(14)]
-    assert rig.core.handoffs.release(rig.name("a"), 1.0)
+    assert rig.core.release_hold(rig.name("a"), 1.0)
     assert rig.store(keys(100, 101, 102)) == GRANTED * 3
     assert rig.look_up(keys(14, 15, 13), prefix=False) == MISS * 3
-    assert rig.core.handoffs.release(rig.name("b"), 2.0)
+    assert rig.core.release_hold(rig.name("b"), 2.0)
     assert rig.store(keys(*range(200, 216))) == GRANTED * 16
 
 
@@ -105,7 +105,7 @@ def test_a_block_of_a_failed_promotion_is_not_in_the_eviction_queue() -> None:
     rig.core.tier_stalled(1, stalled=True)
     queues = rig.core._cpu_tier.queues
     assert [block for queue in queues.all() for block in queue.policy.victims()] == []
-    assert rig.core.handoffs.release(rig.name(), 1.0)
+    assert rig.core.release_hold(rig.name(), 1.0)
     rig.core.job_finished(load.job_id, [Outcome.FAILED])
     assert [block for queue in queues.all() for block in queue.policy.victims()] == []
     assert not queues._protected
@@ -159,13 +159,13 @@ def test_ended_holds_of_a_tenant_do_not_replace_those_of_others(monkeypatch: pyt
     monkeypatch.setattr("kvtier.tiers.core.handoffs._REMEMBERED", 4)
     rig = HoldRig()
     rig.publish(keys(0), "own")
-    rig.core.handoffs.release((rig.session.namespace.id, "engine", "own"), 0.0)
+    rig.core.release_hold((rig.session.namespace.id, "engine", "own"), 0.0)
     other = rig.open("engine", OTHER)
     for number in range(8):
         rig.publish(keys(0), f"r{number}", session=other)
-        rig.core.handoffs.release((OTHER.id, "engine", f"r{number}"), 0.0)
-    assert not rig.core.handoffs.may_come((rig.session.namespace.id, "engine", "own"))
-    assert [rig.core.handoffs.may_come((OTHER.id, "engine", f"r{number}")) for number in (4, 5)] == [True, False]
+        rig.core.release_hold((OTHER.id, "engine", f"r{number}"), 0.0)
+    assert not rig.core.may_come((rig.session.namespace.id, "engine", "own"))
+    assert [rig.core.may_come((OTHER.id, "engine", f"r{number}")) for number in (4, 5)] == [True, False]
 
 
 def test_a_refused_publication_leaves_no_block() -> None:
@@ -194,7 +194,7 @@ def test_a_repeated_block_is_held_once() -> None:
     assert (hold.awaited, rig.claim().statuses) == (2, HIT * 2 + PENDING * 2)
     rig.core.close_session(rig.session.id)
     assert (hold.awaited, rig.claim().statuses) == (0, HIT * 2 + MISS * 2)
-    assert rig.core.handoffs.release(rig.name(), 1.0)
+    assert rig.core.release_hold(rig.name(), 1.0)
     assert (rig.core.stats().held_bytes, rig.core.stats().tiers[0].blocks) == (0, 1)
 
 
@@ -228,7 +228,7 @@ def test_blocks_that_arrive_after_a_hold_ended() -> None:
     store = run_to_end(
         rig.core.prepare_store(rig.session, [*keys(0), PRIVATE], StoreSpec(lease_seconds=60), now=0)
     ).store_id
-    assert rig.core.handoffs.release(rig.name(), 1.0)
+    assert rig.core.release_hold(rig.name(), 1.0)
     rig.core.take_commands()
     run_to_end(rig.core.complete_store(rig.session, store))
     assert rig.core.take_commands() == []

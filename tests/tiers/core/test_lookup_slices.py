@@ -162,7 +162,7 @@ def test_an_abandoned_lookup_leaves_no_pin() -> None:
     assert len(rig.core.leases()) == 1
     lookup.operation.close()
     assert not rig.core.leases()
-    assert not rig.core.lookup_handler.leases.awaited(list(rig.core._cpu_tier._index))
+    assert not rig.core._lookups.leases.awaited(list(rig.core._cpu_tier._index))
     assert sum(block.pins for block in rig.core._cpu_tier._index if block.ready) == 0
 
 
@@ -256,7 +256,7 @@ def test_leases_that_lose_their_blocks_leave_no_entry() -> None:
     lease = lookup.finish().lease
     assert lease is not None
     rig.core.release(rig.session, lease.id)
-    assert not rig.core.lookup_handler.leases.leased_bytes
+    assert not rig.core._lookups.leases.leased_bytes
 
 
 def test_a_repeated_lookup_counts_once_in_the_curves() -> None:

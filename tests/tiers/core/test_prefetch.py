@@ -85,7 +85,7 @@ def test_retained_blocks_stay_until_their_time() -> None:
 def test_running_prefetches_take_at_most_a_quarter_of_the_memory() -> None:
     """Further blocks find no room until jobs have ended. A lookup has no such limit."""
     rig = disk_rig(*range(64), extents=8)
-    budget = rig.core.lookup_handler.prefetches
+    budget = rig.core._lookups.prefetches
     most = budget.limit_bytes // 2 // 4096
     assert 0 < most < 64
     answer = prefetch(rig, keys(*range(64)), most=5)
@@ -100,7 +100,7 @@ def test_a_tenant_leaves_room_for_the_prefetches_of_others() -> None:
     """Each tenant gets as much as is then free, again when its jobs have ended."""
     numbers = range(400)
     rig = TenantRig(tiers=[ModelTier("disk", 2048 * PAGE)], extents=8)
-    handler = rig.core.lookup_handler
+    handler = rig.core._lookups
     for name in ("alice", "bob", "carol"):
         rig.store(name, numbers)
         session = rig.session(spec(name))
@@ -124,7 +124,7 @@ def test_a_failed_load_frees_its_memory(outcome: Outcome) -> None:
     rig = disk_rig(*range(4))
     assert prefetch(rig, keys(*range(4))).started == 4
     rig.finish_jobs(outcome)
-    assert rig.core.lookup_handler.prefetches.loading_bytes == 0
+    assert rig.core._lookups.prefetches.loading_bytes == 0
     assert rig.core.stats().tiers[0].used_bytes == 0
 
 

@@ -26,7 +26,7 @@ def new_rig() -> HoldRig:
 
 
 def begin(rig: HoldRig, names: list[bytes] = NAMES, most: int = 3) -> Steps[Hold | PublishStatus]:
-    publication = rig.core.handoffs.publish(
+    publication = rig.core.publish(
         rig.session,
         "r",
         names,
@@ -46,7 +46,7 @@ def step(publication: Steps[Hold | PublishStatus], times: int) -> bool:
 
 
 def nothing_is_held(rig: HoldRig) -> bool:
-    handoffs = rig.core.handoffs
+    handoffs = rig.core._handoffs
     pinned = [block for block in rig.core._cpu_tier._index if block.pins and not block.pending]
     return not (len(handoffs) or handoffs.held_bytes or handoffs._pins or pinned)
 
@@ -65,11 +65,11 @@ def test_slices_publish_the_same_hold() -> None:
     assert (hold.awaited, hold.record) == (8, hold.record)
     assert (hold.awaited, hold.keys, hold.expires_at) == (expected.awaited, expected.keys, expected.expires_at)
     assert [block and block.key for block in hold.items] == [block and block.key for block in expected.items]
-    assert sliced.core.handoffs.held_bytes == whole.core.handoffs.held_bytes
+    assert sliced.core._handoffs.held_bytes == whole.core._handoffs.held_bytes
     assert sliced.core.take_commands()[-1] == HoldChanged(sliced.name())
     sliced.flood()
     assert sliced.claim().statuses == HIT * 4 + PENDING * 8
-    assert sliced.core.handoffs.release(sliced.name(), 1.0)
+    assert sliced.core.release_hold(sliced.name(), 1.0)
 
 
 @pytest.mark.parametrize("slices", range(8))
@@ -82,7 +82,7 @@ def test_an_abandoned_publication_leaves_nothing(slices: int) -> None:
     publication.operation.close()
     rig.finish_jobs()
     assert nothing_is_held(rig)
-    assert not rig.core.handoffs._publications
+    assert not rig.core._handoffs._publications
 
 
 def test_a_refused_publication_leaves_nothing() -> None:
@@ -108,7 +108,7 @@ def test_a_hold_released_during_its_preparation_stays_released() -> None:
     rig = new_rig()
     publication = begin(rig)
     step(publication, 5)
-    assert rig.core.handoffs.release(rig.name(), 1.0)
+    assert rig.core.release_hold(rig.name(), 1.0)
     assert not publication.step()
     rig.finish_jobs()
     assert nothing_is_held(rig)
@@ -116,12 +116,12 @@ def test_a_hold_released_during_its_preparation_stays_released() -> None:
 
 def test_the_pins_of_a_long_hold_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other events run between two slices."""
-    monkeypatch.setattr("kvtier.tiers.core.unpin_queue.SLICE", 5 * _UNPIN_COST)
+    monkeypatch.setattr("kvtier.tiers.core.sliced_work.SLICE", 5 * _UNPIN_COST)
     rig = new_rig()
     rig.publish(NAMES)
     rig.finish_jobs()
-    assert rig.core.handoffs.release(rig.name(), 1.0)
-    assert len(rig.core.handoffs._pins) == 7
+    assert rig.core.release_hold(rig.name(), 1.0)
+    assert len(rig.core._handoffs._pins) == 7
     rig.core.work()
     rig.core.work()
     assert nothing_is_held(rig)
@@ -130,30 +130,30 @@ def test_the_pins_of_a_long_hold_end_in_slices(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("ended", ["released", "replaced"])
 def test_pins_of_ended_holds_refuse_no_publication(monkeypatch: pytest.MonkeyPatch, ended: str) -> None:
     """The publication waits until the pins of the ended hold are removed."""
-    monkeypatch.setattr("kvtier.tiers.core.unpin_queue.SLICE", 2 * _UNPIN_COST)
+    monkeypatch.setattr("kvtier.tiers.core.sliced_work.SLICE", 2 * _UNPIN_COST)
     rig = HoldRig(part=0.8)
-    [budget] = set(rig.core.handoffs._budgets.values())
+    [budget] = set(rig.core._handoffs._budgets.values())
     count = budget.bound // 4096 * 2 // 3
     rig.publish(keys(*range(count)))
     if ended == "released":
-        assert rig.core.handoffs.release(rig.name(), 1.0)
+        assert rig.core.release_hold(rig.name(), 1.0)
     hold = rig.publish(keys(*range(100, 100 + count)))
     assert isinstance(hold, Hold)
     assert budget.used <= budget.bound
     assert rig.publish(keys(*range(200, 200 + 2 * count)), "large") is PublishStatus.NO_ROOM
-    assert rig.core.handoffs.release(rig.name(), 2.0)
-    while rig.core.handoffs._ended_pins:
+    assert rig.core.release_hold(rig.name(), 2.0)
+    while rig.core._handoffs._ended_pins:
         rig.core.work()
     assert nothing_is_held(rig)
 
 
 def test_a_reset_restarts_a_publication_that_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.tiers.core.unpin_queue.SLICE", 1 * _UNPIN_COST)
+    monkeypatch.setattr("kvtier.tiers.core.sliced_work.SLICE", 1 * _UNPIN_COST)
     rig = HoldRig(part=0.8)
-    [budget] = set(rig.core.handoffs._budgets.values())
+    [budget] = set(rig.core._handoffs._budgets.values())
     count = budget.bound // 4096 - 6
     rig.publish(keys(*range(100, 100 + count)), "earlier")
-    assert rig.core.handoffs.release(rig.name("earlier"), 1.0)
+    assert rig.core.release_hold(rig.name("earlier"), 1.0)
     publication = begin(rig)
     step(publication, 4)
     assert (len(publication.state.blocks), publication.state.result) == (len(NAMES), None)
@@ -177,7 +177,7 @@ def test_a_stall_between_two_slices_ends_the_wait_for_its_blocks() -> None:
     assert hold.awaited == 6
     tier = rig.core._cpu_tier
     assert all(tier.contains(block) for block in tier.queues._protected)
-    assert rig.core.handoffs.release(rig.name(), 1.0)
+    assert rig.core.release_hold(rig.name(), 1.0)
     assert all(tier.contains(block) for queue in tier.queues.all() for block in queue.policy.victims())
     rig.core.tier_stalled(1, stalled=False)
     rig.finish_jobs()
@@ -191,12 +191,12 @@ def test_a_claim_waits_for_blocks_that_are_not_prepared_yet() -> None:
     while publication.step():
         hold = publication.state.result
         if isinstance(hold, Hold):
-            assert not rig.core.handoffs.is_settled(hold, 5)
-            assert not rig.core.handoffs.is_settled(hold, 0)
+            assert not rig.core.is_settled(hold, 5)
+            assert not rig.core.is_settled(hold, 0)
     hold = publication.answer
     assert isinstance(hold, Hold)
-    assert rig.core.handoffs.is_settled(hold, 4)
-    assert not rig.core.handoffs.is_settled(hold, 5)
+    assert rig.core.is_settled(hold, 4)
+    assert not rig.core.is_settled(hold, 5)
 
 
 def test_an_abandoned_hold_counts_as_released() -> None:
@@ -216,6 +216,6 @@ def test_a_publication_without_room_pins_few_blocks() -> None:
     while publication.step():
         assert len(publication.state.blocks) < 1_000
     assert publication.answer is PublishStatus.NO_ROOM
-    while rig.core.handoffs._ended_pins:
+    while rig.core._handoffs._ended_pins:
         rig.core.work()
     assert nothing_is_held(rig)

@@ -51,7 +51,7 @@ def test_a_mapped_store_is_published_unless_it_is_streamed(*, streamed: bool) ->
 def test_stores_that_begin_after_the_mapping_need_all_bytes() -> None:
     rig = Rig()
     earlier = prepare(rig, keys(1))
-    rig.session.unmapped_from = rig.core.store_handler.table.begun
+    rig.session.unmapped_from = rig.core._stores.table.begun
     later = prepare(rig, keys(2))
     assert complete(rig, earlier) is None
     assert complete(rig, later) == [0]
@@ -85,4 +85,4 @@ def test_a_lease_that_ends_while_it_is_read_keeps_its_pins(how: str) -> None:
     for pinned in (True, True, False):
         assert evictable(rig.core, names) is not pinned
         if pinned:
-            rig.core.lookup_handler.end_reader(lease)
+            rig.core.end_reader(lease)

@@ -60,7 +60,7 @@ class Site:
         """Returns whether the blocks are held."""
         names, direction = keys(*range(start, start + count)), HandoffDirection.PREFILL_TO_DECODE
         result = run_to_end(
-            self.core.handoffs.publish(
+            self.core.publish(
                 session, request_id, names, range(count), num_tokens=16, direction=direction, duration=60, now=0
             )
         )
@@ -69,9 +69,9 @@ class Site:
 
     def claim_and_release(self, session: EngineSession, request_id: str) -> None:
         """Leases the blocks of a hold, and ends the hold."""
-        handoffs, name = self.core.handoffs, (*session.engine, request_id)
-        run_to_end(handoffs.claim(session, name, first_positions=(), request_id="", lease_seconds=600, now=0))
-        handoffs.release(name, 0)
+        name = (*session.engine, request_id)
+        run_to_end(self.core.claim(session, name, first_positions=(), request_id="", lease_seconds=600, now=0))
+        self.core.release_hold(name, 0)
         self.core.work()
 
     def abandon(self, session: EngineSession) -> None:
@@ -98,7 +98,7 @@ def test_a_completed_store_gives_its_room_back() -> None:
     site = Site()
     for turn in range(8):
         site.store(site.alice, 1000 + turn * SLOTS, SLOTS // 2)
-    assert not site.core.store_handler.table.granted_bytes
+    assert not site.core._stores.table.granted_bytes
 
 
 def test_the_quota_of_another_tenant_stays_free_of_open_stores() -> None:
@@ -205,9 +205,9 @@ def test_a_block_counts_once_if_it_is_leased_and_held() -> None:
     assert refused(site.prepare(site.alice, 500, 2)) == 0
     for lease in site.core.leases():
         site.core.release(site.alice, lease.id)
-    site.core.handoffs.release((*site.alice.engine, "r"), 0)
+    site.core.release_hold((*site.alice.engine, "r"), 0)
     site.core.work()
-    assert not site.core.lookup_handler.pin_budget.held
+    assert not site.core._lookups.pin_budget.held
     assert site.lease(site.alice, 0, 12) == 12
 
 

@@ -41,7 +41,7 @@ class Crowd:
         settings = TierSettings(eviction={"cpu": "lru"}, leased_part=self.part, tenants=self.tenants)
         self.core = TierManager(EXTENT, EXTENT, [ModelTier("disk", 1 << 30)], settings=settings)
         self.core.add_memory(0, EXTENT)
-        self.room = self.core.lookup_handler.room
+        self.room = self.core._lookups.room
         self.now = 0.0
         self.offered: list[object] = []
 
@@ -83,7 +83,7 @@ class Crowd:
         """The client gives its lease back, after its answer or in the middle."""
         lease = lookup.state.lease
         lookup.operation.close()
-        if lease is not None and self.core.lookup_handler.leases.is_open(lease):
+        if lease is not None and self.core._lookups.leases.is_open(lease):
             self.core.release(lookup.state.session, lease.id)
         self.run()
 
@@ -217,7 +217,7 @@ def test_a_waiter_that_leaves_passes_its_turn_on(number: int) -> None:
         crowd.end(lookup)
     assert not len(crowd.room)
     assert not crowd.core.leases()
-    assert not crowd.core.lookup_handler.leases.leased_bytes
+    assert not crowd.core._lookups.leases.leased_bytes
 
 
 def test_a_tenant_has_a_limit_of_waiters() -> None:
@@ -246,7 +246,7 @@ def test_leases_of_a_tenant_pin_a_part() -> None:
     assert crowd.step(crowd.begin(other, keys(*range(4)))) is False
     crowd.end(lookup)
     crowd.end(again)
-    assert len(crowd.core.lookup_handler.leases.leased_bytes) == 1
+    assert len(crowd.core._lookups.leases.leased_bytes) == 1
 
 
 @pytest.mark.parametrize("part", [0.5, 1.0])
@@ -352,9 +352,9 @@ class Turmoil:
     def withdraw(self) -> None:
         """A client withdraws a grant: the lease ends, also that of a paused lookup."""
         found = [each.state.lease for each in (*self.holders, *self.waiting)]
-        leases = [each for each in found if each and self.crowd.core.lookup_handler.leases.is_open(each)]
+        leases = [each for each in found if each and self.crowd.core._lookups.leases.is_open(each)]
         if leases:
-            self.crowd.core.lookup_handler.end([self.rng.choice(leases)])
+            self.crowd.core._lookups.end([self.rng.choice(leases)])
             self.crowd.run()
 
     def check(self) -> None:
@@ -362,7 +362,7 @@ class Turmoil:
         pinned = {block for lease in core.leases() for block in lease.items if block is not None}
         for block in pinned:
             leased[tenant_of(block.namespace)] += block.allocated_bytes
-        assert core.lookup_handler.leases.leased_bytes == leased
+        assert core._lookups.leases.leased_bytes == leased
         bound = self.crowd.part * EXTENT
         assert all(nbytes <= bound for nbytes in leased.values())
         assert len(self.crowd.room) == len(self.waiting) == core.stats().room.waiting

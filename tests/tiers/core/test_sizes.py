@@ -286,15 +286,13 @@ def test_stores_of_a_tenant_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_pending_items_of_holds_cost_more() -> None:
     """Each takes 200 bytes until its block is ready or the hold has ended."""
     rig = Rig()
-    table = rig.core.handoffs._table
+    table = rig.core._handoffs._table
     writer = rig.open("writer")
     answer = run_to_end(rig.core.prepare_store(writer, keys(1, 2), StoreSpec(lease_seconds=60), now=0))
     for name, wanted in {"pending": keys(1, 2), "removed": keys(2)}.items():
         sizes = {"num_tokens": 16, "duration": 60.0, "now": 0.0}
         direction = HandoffDirection.PREFILL_TO_DECODE
-        run_to_end(
-            rig.core.handoffs.publish(rig.session, name, wanted, range(len(wanted)), direction=direction, **sizes)
-        )
+        run_to_end(rig.core.publish(rig.session, name, wanted, range(len(wanted)), direction=direction, **sizes))
     assert table.items_of("") == 3 * (1 + PENDING_COST)
     assert answer.store_id is not None
     run_to_end(rig.core.complete_store(writer, answer.store_id, failed=[1]))

@@ -8,7 +8,7 @@ from harness.operations import run_to_end
 from simulation import EXTENT
 
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.core import cpu_tier, unpin_queue
+from kvtier.tiers.core import cpu_tier, sliced_work
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import ContinueWork
 from kvtier.tiers.core.manager import TierManager
@@ -121,7 +121,7 @@ def test_blocks_of_an_unfinished_reset_make_room() -> None:
 
 def test_pins_of_an_ended_session_are_dropped_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """All its leases end at once; their blocks become evictable soon after."""
-    monkeypatch.setattr(unpin_queue, "SLICE", 2 * (50 + unpin_queue._ENTRY_COST))
+    monkeypatch.setattr(sliced_work, "SLICE", 2 * (50 + sliced_work._ENTRY_COST))
     rig = Rig(1000)
     rig.store(names(0, 1000))
     for first in range(0, 1000, 50):
@@ -154,7 +154,7 @@ def test_simultaneous_expiries_run_in_slices() -> None:
 def test_a_failed_slice_does_not_stop_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its exception is raised after the others have run, and its rest is requested once."""
     monkeypatch.setattr(cpu_tier, "SLICE", 100)
-    monkeypatch.setattr(unpin_queue, "SLICE", 100)
+    monkeypatch.setattr(sliced_work, "SLICE", 100)
     rig = Rig(2000)
     rig.store(names(0, 2000))
     run_to_end(rig.core.lookup(rig.session, names(0, 1000), LookupSpec(lease_seconds=60), now=0))
@@ -170,7 +170,7 @@ def test_a_failed_slice_does_not_stop_others(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(RuntimeError):
             rig.core.work()
         assert sum(entry.left for entry in falling) == left - 100
-        broken.setattr(unpin_queue.UnpinQueue, "unpin_slice", lambda _: fail())
+        broken.setattr(sliced_work.UnpinQueue, "unpin_slice", lambda _: fail())
         assert rig.core.take_commands() == [ContinueWork()]
         with pytest.raises(ExceptionGroup):
             rig.core.work()

@@ -101,7 +101,7 @@ def test_a_sliced_store_is_forgotten_at_its_end(end: str) -> None:
 
 def test_the_pins_of_a_long_store_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other events run between two slices. The next store finds the blocks nevertheless."""
-    monkeypatch.setattr("kvtier.tiers.core.unpin_queue.SLICE", 3 * _UNPIN_COST)
+    monkeypatch.setattr("kvtier.tiers.core.sliced_work.SLICE", 3 * _UNPIN_COST)
     rig = Rig(extents=2)
     rig.store(keys(*range(10)))
     assert prepare(rig, keys(*range(10)), 10) is None
@@ -124,7 +124,7 @@ def test_a_long_store_of_a_lost_client_ends_in_slices(
     monkeypatch: pytest.MonkeyPatch, end: str, event: str, at: int
 ) -> None:
     """Its slots are free when all slices have run and no client can write to them (B4.5)."""
-    monkeypatch.setattr("kvtier.tiers.core.unpin_queue.SLICE", 3 * _UNPIN_COST)
+    monkeypatch.setattr("kvtier.tiers.core.sliced_work.SLICE", 3 * _UNPIN_COST)
     rig = Rig(eviction={"cpu": "lru"})
     core, lost, everything = rig.core, rig.session, free_slots(rig)
     store_id = prepare(rig, keys(*range(10)), 10)
@@ -163,7 +163,7 @@ def test_a_long_store_of_a_lost_client_ends_in_slices(
 
 def test_a_request_ends_with_the_last_slice_of_its_lost_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiers are notified once, when all of the store has ended (B3.11)."""
-    monkeypatch.setattr("kvtier.tiers.core.unpin_queue.SLICE", 3 * _UNPIN_COST)
+    monkeypatch.setattr("kvtier.tiers.core.sliced_work.SLICE", 3 * _UNPIN_COST)
     rig = Rig()
     rig.core.begin_request(rig.session, RequestInfo("mine", rig.session.namespace.id))
     prepare(rig, keys(*range(8)), 8, request_id="mine")
@@ -176,7 +176,7 @@ def test_a_request_ends_with_the_last_slice_of_its_lost_store(monkeypatch: pytes
 
 def test_many_stores_of_a_lost_client_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice ends at most one store, also if the stores are small."""
-    monkeypatch.setattr("kvtier.tiers.core.unpin_queue.SLICE", 3 * _UNPIN_COST)
+    monkeypatch.setattr("kvtier.tiers.core.sliced_work.SLICE", 3 * _UNPIN_COST)
     rig = Rig(extents=8)
     assert prepare(rig, keys(*range(10)), 10) is not None
     for number in range(100, 106):

@@ -32,17 +32,17 @@ class Action(Call):
         self.is_refused = False
 
     def begin(self) -> Operation[Any]:
-        tasks, rng = self.world.core.conversations, self.actors.rng
+        core, rng = self.world.core, self.actors.rng
         action, seconds = rng.choice(list(BlockAction)), rng.choice((0, 10, 60, 4000))
         if rng.random() < 0.3:
             specs = rng.sample(SPECS, rng.choice((1, 1, 2)))
             targets = [(spec.id, self.actors.some_keys_of(len(spec.part_bytes), "x")) for spec in specs]
-            return tasks.act_on_keys(action, targets, seconds)
+            return core.act_on_keys(action, targets, seconds)
         known = inside.conversations(self.world.core)[0]
         some = rng.sample(known, min(len(known), rng.choice((1, 1, 2))))
         if action is BlockAction.PIN and rng.random() < 0.7:
             some = []
-        return tasks.act(action, some, seconds)
+        return core.act_on_conversations(action, some, seconds)
 
     def step(self) -> bool:
         """Runs a slice, and records its effects on retention."""
@@ -97,7 +97,7 @@ class Conversations(Actors):
         self._must(running.answer is counts, "an answer with other counts")
         counted = counts.changed + counts.shared + counts.kept + counts.missing
         self._must(counted == pinned + len(running.names), f"{counts} for {len(running.names)} keys")
-        now = self.world.core.conversations.now
+        now = self.world.core._conversations.now
         blocks = [block for block in running.blocks() if block.ready]
         entries = [entry for here in inside.CoreView(self.world.core).entries for entry in here]
         held = {entry.name for entry in entries if entry.state is inside.EntryState.HELD} & set(running.names)  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterable
 
 from kvtier.tiers.core.event_log import BlockEvent, EventKind, EventRing, EventsLost, event_scope
-from kvtier.tiers.core.event_replay import EventReplay
 from kvtier.tiers.core.manager import TierManager
 
 from .inspect import CoreView
@@ -20,14 +19,14 @@ class _Reader:
 
     def __init__(self, core: TierManager, scope: bytes | None) -> None:
         self._core = core
-        self.ring: EventRing = core.events.watch(scope)
+        self.ring: EventRing = core.watch_events(scope)
         self.lost = 0
         self._restart()
 
     def _restart(self) -> None:
-        self._replay = EventReplay(self._core.events, self.ring)
+        self._replay = self._core.replay_events(self.ring)
         self._cursor = -1
-        self.held: dict[int, set[Name]] = {tier: set() for tier in self._core.events.tiers}
+        self.held: dict[int, set[Name]] = {tier: set() for tier in self._core._events.tiers}
 
     @property
     def knows_all(self) -> bool:
@@ -46,7 +45,7 @@ class _Reader:
             self._restart()
 
     def leave(self) -> None:
-        self._core.events.unwatch(self.ring)
+        self._core.unwatch_events(self.ring)
 
     def _apply(self, events: Iterable[BlockEvent]) -> None:
         for event in events:

@@ -46,7 +46,7 @@ class Handoffs(Actors):
                 self.world.refused(
                     error,
                     lambda keys=keys, positions=positions: run_to_end(  # type: ignore[misc]
-                        core.handoffs.publish(
+                        core.publish(
                             client.session,
                             HELD_REQUESTS[0],
                             keys,
@@ -79,9 +79,7 @@ class Handoffs(Actors):
         assert error is not None
         self.world.refused(
             error,
-            lambda: core.handoffs.claim(
-                client.session, name, first_positions=[], request_id="r1", lease_seconds=30, now=now
-            ),
+            lambda: core.claim(client.session, name, first_positions=[], request_id="r1", lease_seconds=30, now=now),
         )
         self.world.saw("holds claimed too late", error is errors.HoldExpired)
 
@@ -96,7 +94,7 @@ class Handoffs(Actors):
             return
         total = len(record.hold.items)
         blocks = self.rng.choice((0, 1, record.settled + 1, total, total + 1))
-        settled = self.world.core.handoffs.is_settled(record.hold, blocks)
+        settled = self.world.core.is_settled(record.hold, blocks)
         told_at = min(blocks, total) if blocks else total
         is_right = settled == (record.settled >= told_at) or (record.is_preparing and not settled)
         self.world.must(Invariant.HELD, is_right, f"{blocks} blocks are settled")
@@ -110,7 +108,7 @@ class Handoffs(Actors):
         record = self._pick(client) if client is not None else None
         if record is not None:
             now, extension = self.world.environment.latest, self.rng.choice((None, 1.0, 100.0))
-            renewed = self.world.core.handoffs.renew(record.hold.name, now, extension)
+            renewed = self.world.core.renew_hold(record.hold.name, now, extension)
             self.world.must(Invariant.HELD, renewed == (record.expires_at > now), "an expired hold is renewed")
             seconds = 2 * record.duration / 3 if extension is None else extension
             if renewed:
@@ -124,9 +122,9 @@ class Handoffs(Actors):
         if record is not None:
             name, now = record.hold.name, self.world.environment.latest
             self.world.ledger.holds.end(name)
-            released = self.world.core.handoffs.release(name, now)
+            released = self.world.core.release_hold(name, now)
             self.world.must(Invariant.HELD, released, "an unknown hold")
-            again = self.world.core.handoffs.release(name, now)
+            again = self.world.core.release_hold(name, now)
             self.world.must(Invariant.HELD, not again, "a hold that ends twice")
 
     def _pick(self, client: Client) -> HoldRecord | None:

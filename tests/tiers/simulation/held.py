@@ -15,7 +15,7 @@ __all__ = ["check_held", "check_private"]
 
 def check_held(world: World) -> None:
     """Exactly the published holds that have not ended are open; their blocks stay in place."""
-    known = {hold.name: hold for hold in world.core.handoffs.all()}
+    known = {hold.name: hold for hold in world.core.holds()}
     book = world.ledger.holds
     if known.keys() != book.open.keys():
         odd = sorted(known.keys() ^ book.open.keys())

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from kvtier.tiers import errors
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.holds import Hold, HoldClaim
-from kvtier.tiers.core.holds import Publication as State
+from kvtier.tiers.core.holds import SlicedPublication as State
 from kvtier.tiers.core.operations import Operation
 from kvtier.tiers.types import HandoffDirection, HoldEnd, HoldName, KeyStatus
 
@@ -42,7 +42,7 @@ class Publication(Call):
         """The state of the call; None before the first step."""
 
     def begin(self) -> Operation[Any]:
-        return self.world.core.handoffs.publish(
+        return self.world.core.publish(
             self.session,
             self.request_id,
             self.keys,
@@ -124,7 +124,7 @@ class Claim(Call):
         self.claim: HoldClaim = inside.state_of(self.operation, "claim")
 
     def begin(self) -> Operation[Any]:
-        return self.world.core.handoffs.claim(
+        return self.world.core.claim(
             self.session,
             self.hold.hold.name,
             first_positions=self.first_positions,

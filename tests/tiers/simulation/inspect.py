@@ -25,8 +25,8 @@ from kvtier.tiers.core.prefetches import PrefetchBudget
 from kvtier.tiers.core.requests import Request
 from kvtier.tiers.core.room_queue import _Line
 from kvtier.tiers.core.secondary import GATHER_SECONDS, SecondaryTierState
+from kvtier.tiers.core.sliced_work import _Entry
 from kvtier.tiers.core.transfers import JobKind
-from kvtier.tiers.core.unpin_queue import _Entry
 from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import TenantShare
 from kvtier.tiers.types import EngineSession, NamespaceSpec, tenant_of
@@ -61,7 +61,7 @@ class CoreView:
 def small_jobs(nbytes: int) -> Iterator[None]:
     """Limits jobs to `nbytes`, slices to three items and event logs to 16, to split all work."""
     limits = {"transfers.JOB_BYTES": nbytes, "event_log.RUN_KEYS": 3, "event_log.MAX_KEYS": 16}
-    limits |= {f"{module}.SLICE": 3 for module in ("cpu_tier", "unpin_queue", "bulk_eviction", "conversation_tasks")}
+    limits |= {f"{module}.SLICE": 3 for module in ("cpu_tier", "sliced_work", "bulk_eviction", "conversation_tasks")}
     limits["room_queue.MAX_WAITERS"] = 3
     limits |= {f"conversations.MAX_{name}": limit for name, limit in CONVERSATION_LIMITS.items()}
     with contextlib.ExitStack() as patches:
@@ -88,7 +88,7 @@ def only_held_bytes(core: TierManager) -> Counter[bytes]:
 def kept(core: TierManager) -> Counter[Block]:
     """Returns per block how many stores keep it between slices, and 1 more if holds pin it."""
     open_stores = [*stores(core).values(), *abandoned(core)]
-    return Counter(chain(core.handoffs._pins, chain.from_iterable(store.others for store in open_stores)))
+    return Counter(chain(core._handoffs._pins, chain.from_iterable(store.others for store in open_stores)))
 
 
 def unpins(core: TierManager) -> list[_Entry]:
@@ -98,7 +98,7 @@ def unpins(core: TierManager) -> list[_Entry]:
 
 def ended_hold_pins(core: TierManager) -> list[Block]:
     """Returns the blocks that ended holds still pin, once per pin."""
-    ended = (entry for entry in unpins(core) if entry.remove == core.handoffs._unpin)
+    ended = (entry for entry in unpins(core) if entry.remove == core._handoffs._unpin)
     return [block for entry in ended for block in entry.blocks[: entry.left] if block is not None]
 
 
@@ -108,14 +108,14 @@ def abandoned(core: TierManager) -> list[Store]:
 
 
 def given_up(core: TierManager, store_id: int, blocks: list[Block]) -> list[Block]:
-    """Returns those blocks of an abandoned store that the core has released, the last ones first."""
+    """Returns the blocks of an abandoned store that the core has released: the last ones."""
     left = next((len(store.blocks) for store in abandoned(core) if store.id == store_id), 0)
     return blocks[left:]
 
 
 def granted_bytes(core: TierManager) -> tuple[Counter[bytes], Counter[bytes]]:
     """Returns the bytes of the slots of stores by tenant: as counted, and as they are."""
-    table, found = core.store_handler.table, Counter[bytes]()
+    table, found = core._stores.table, Counter[bytes]()
     for store in table:
         found[tenant_of(store.owner.engine[0])] += sum(block.queue.size_class for block in store.blocks)
     for store in abandoned(core):
@@ -127,7 +127,7 @@ def granted_bytes(core: TierManager) -> tuple[Counter[bytes], Counter[bytes]]:
 
 def prefetched(core: TierManager) -> tuple[set[Block], PrefetchBudget]:
     """Returns the blocks that prefetches are loading, and the limit of their bytes."""
-    budget = core.lookup_handler.prefetches
+    budget = core._lookups.prefetches
     return budget._loading, budget
 
 
@@ -141,12 +141,12 @@ def invalidated(core: TierManager) -> list[Block]:
 
 def conversations(core: TierManager) -> tuple[list[Conversation], ConversationTable]:
     """Returns the conversations that the core knows, and their table."""
-    return list(core.conversations.table), core.conversations.table
+    return list(core._conversations.table), core._conversations.table
 
 
 def conversation_of(core: TierManager, session: EngineSession, request_id: str) -> Conversation | None:
     """Returns the conversation that a begun request named."""
-    return core.requests.conversation_of(session, request_id)
+    return core._requests.conversation_of(session, request_id)
 
 
 def recorded_users(table: ConversationTable) -> Counter[Name]:
@@ -193,7 +193,7 @@ def allocated_bytes(core: TierManager, spec: NamespaceSpec, key: bytes) -> int:
 
 def lines(core: TierManager) -> dict[TenantShare, _Line]:
     """Returns the lookups that wait for room, by the tenant share that they need it of."""
-    return core.lookup_handler.room._lines
+    return core._lookups.room._lines
 
 
 def line_of(core: TierManager, namespace: NamespaceId) -> _Line | None:
@@ -344,7 +344,7 @@ def pins(core: TierManager, publishing: Iterable[Block]) -> Counter[Block]:
 
 def hold_pins(core: TierManager, publishing: Iterable[Block]) -> Counter[Block]:
     """Returns the pins of holds and publications per block."""
-    held = Counter(block for hold in core.handoffs.all() for block in hold.items if block is not None)
+    held = Counter(block for hold in core.holds() for block in hold.items if block is not None)
     held.update(publishing)
     return held
 
@@ -381,15 +381,15 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "leases by session": core._lookups.leases._by_session,
         "leases by request": core._lookups.leases._by_request,
         "leased items": core._lookups.leases._items,
-        "bytes of stores": core.store_handler.table.granted_bytes,
+        "bytes of stores": core._stores.table.granted_bytes,
         "waiting leases": core._lookups.leases._waiting,
         "leased bytes": core._lookups.leases.leased_bytes,
         "only held bytes": core._lookups.pin_budget.held,
         "lookups that wait for room": core._lookups.room._lines,
         "number of lookups that wait for room": core._lookups.room._per_tenant,
-        "publications": core.handoffs._publications,
+        "publications": core._handoffs._publications,
         "blocks to unpin": unpins(core),
-        "number of pins of ended holds": core.handoffs._ended_pins,
+        "number of pins of ended holds": core._handoffs._ended_pins,
         "stores": core._stores.table._stores,
         "quarantine": core._stores.table._quarantine,
         "sessions": core._sessions,
@@ -399,13 +399,13 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "questions": core._transfers.residency._queries,
         "blocks of a reset": core._cpu_tier._index._unlinked,
         "indexes of a reset": core._cpu_tier._index._invalidated,
-        "holds": core.handoffs._table._holds,
-        "holds by tenant": core.handoffs._table._per_tenant,
-        "held items": core.handoffs._table._items,
-        "waiting holds": core.handoffs._table._waiting,
-        "pins of holds": core.handoffs._pins,
+        "holds": core._handoffs._table._holds,
+        "holds by tenant": core._handoffs._table._per_tenant,
+        "held items": core._handoffs._table._items,
+        "waiting holds": core._handoffs._table._waiting,
+        "pins of holds": core._handoffs._pins,
         "blocks set aside": core._cpu_tier.queues._protected,
-        "held bytes": core.handoffs.held_bytes,
+        "held bytes": core._handoffs.held_bytes,
     }
     for secondary in secondaries(core):
         found[f"{secondary.tier.name}: queue"] = secondary.write_back_queue

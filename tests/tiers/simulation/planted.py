@@ -484,7 +484,7 @@ MUTANTS = (
         "claims wait for blocks of ended engines",
         Invariant.HELD,
         "core/manager.py",
-        "            self.handoffs.engine_gone(session.engine)\n",
+        "            self._handoffs.engine_gone(session.engine)\n",
         "            pass\n",
     ),
     Mutant(
@@ -519,7 +519,7 @@ MUTANTS = (
         "a reset does not end holds",
         Invariant.RESET,
         "core/manager.py",
-        "        self.handoffs.reset(session.namespace.id, self._now)\n",
+        "        self._handoffs.reset(session.namespace.id, self._now)\n",
         "",
     ),
     Mutant(
@@ -675,6 +675,13 @@ MUTANTS = (
         "core/handoffs.py",
         "is_open = self._table.get(hold.name) is hold",
         "is_open = True",
+    ),
+    Mutant(
+        "a slice of the unpin queue drops the rest of its entry",
+        Invariant.PINS,
+        "core/sliced_work.py",
+        "            if not entry.left:\n",
+        "            if True:\n",
     ),
     Mutant(
         "a reset leaves the pins of a publication",
