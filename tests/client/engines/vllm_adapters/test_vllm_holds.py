@@ -209,13 +209,16 @@ def test_a_publication_that_waits_while_the_weights_change_keeps_its_namespace()
 @pytest.mark.parametrize("failed", [False, True])
 def test_blocks_of_a_pull_are_counted_by_its_outcome(*, failed: bool) -> None:
     counters = TransferCounters()
-    with scheduler_side(HoldsClient(), counters=counters) as (scheduler, _):
+    with scheduler_side(HoldsClient(), counters=counters, weights_change_on_reset=False) as (scheduler, _):
         request = make_request(6, kv_transfer_params=PREFILLED)
         scheduler.new_request(request)
         wait_until(lambda: scheduler.matched_tokens(request, 0) == (24, True))
         scheduler.blocks_allocated(request, TABLE, 24)
         scheduler.build_step(make_step({}))
+        assert not scheduler.reset(), "B4.13: workers write into the blocks"
         scheduler.loads_reported(["r"], ["r"] if failed else [])
+        assert not scheduler._core._requests["r"].compute_only, "the engine's own server may have the blocks"
+        assert scheduler.reset()
     counts = counters.take()
     assert counts is not None
     found = {name: count for name, count in counts.data.items() if name.startswith("pull_blocks")}
