@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from connector_fakes import FULL, FakeClient, make_request, make_step, scheduler_side
@@ -32,7 +33,7 @@ from kvtier.client.engines.vllm.scheduler.hold_calls import HoldCalls
 from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmRequest
 from kvtier.client.engines.vllm.stats import TransferCounters
 from kvtier.client.engines.vllm.worker.reports import WorkerReport
-from kvtier.client.handoff import ClaimId, RemoteRequest
+from kvtier.client.handoff import ClaimId, FinishedRequest, RemoteRequest
 from kvtier.client.offload import CacheGeometry
 
 TABLE = [[1, 2, 3, 4, 5, 6]]
@@ -334,6 +335,18 @@ def test_only_what_is_confirmed_is_held(fields: dict[str, int], tokens: int) -> 
         assert (params["remote_num_tokens"], params["remote_block_ids"]) == (tokens, [list(range(tokens // 4))])
         saves = [key for save in scheduler.build_step(make_step({})).saves for key in save.keys]
         assert saves == KEYS[: tokens // 4]
+
+
+@pytest.mark.parametrize(("computed", "state"), [(24, 24), (25, 25), (26, None)])
+def test_a_state_with_tokens_after_the_end_is_not_held(monkeypatch: Any, computed: int, state: int | None) -> None:
+    """An asynchronous scheduler may have begun a step more than the request of 25 tokens needed."""
+    with scheduler_side(HoldsClient()) as (scheduler, _):
+        request = make_request(6, kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=computed)
+        scheduler.new_request(request)
+        finished = Mock(return_value=FinishedRequest())
+        monkeypatch.setattr(scheduler._handoffs._core, "finished", finished)
+        scheduler.request_finished(request, TABLE)
+    assert finished.call_args.args[-1] == state
 
 
 def test_nothing_is_pulled_or_held_that_is_about_to_be_forgotten() -> None:
