@@ -132,6 +132,7 @@ def test_only_the_own_server_knows_the_request_of_a_claim() -> None:
     names = [client.wanted[0].pop("request_id") for client in (own, other)]
     assert names == ["r", ""]
     for client in (own, other):
+        assert 0 < client.wanted[0]["wait"] <= 0.8 * 60.0, "the server answers before the engine gives up"
         assert {name: client.wanted[0][name] for name in ("first_positions", "min_blocks")} == {
             "first_positions": [3],
             "min_blocks": 2,

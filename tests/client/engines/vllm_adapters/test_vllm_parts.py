@@ -175,6 +175,15 @@ def test_a_wrong_setting_stops_the_start(extra: dict[str, Any]) -> None:
         ConnectorConfig.parse(extra, lambda _: None)
 
 
+def test_defaults_of_settings() -> None:
+    """A lookup delays a request by at most a second, and saves hold at most half of the blocks."""
+    config = ConnectorConfig.parse({}, lambda _: None)
+    assert (config.transport, config.lookup_timeout_s, config.max_held_fraction) == ("auto", 1.0, 0.5)
+    assert (config.tenant, config.weights_version, config.kv_parts, config.advertise) == ("", "", 0, None)
+    assert (config.lazy_offload, config.publish_token_ids, config.watch_events) == (False, False, True)
+    assert (config.weights_change_on_reset, list(config.peers), config.engine_address) == (True, [], None)
+
+
 def test_settings_of_requests_that_are_handed_over() -> None:
     """B2.1 vLLM's names and defaults."""
     config = ConnectorConfig.parse({}, lambda _: None)
