@@ -260,7 +260,7 @@ def test_requests_without_a_pull_send_no_heartbeat() -> None:
 
 
 def test_an_early_hold_that_was_released_is_not_renewed() -> None:
-    """B2.16: its request ended while workers pulled. The hold of the peer is renewed until they end."""
+    """B2.16: its request ended while workers pulled. The peer's hold is renewed until they end."""
     rig = Rig(answered(80, remote_overlap=True), bidirectional_kv_xfer=True)
     assert rig.pulled(80) == 80
     rig.allocate(80)

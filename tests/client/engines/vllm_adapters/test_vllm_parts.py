@@ -411,7 +411,7 @@ def test_a_partial_block_has_a_key_when_its_tokens_are_known() -> None:
 
 
 def test_the_key_of_a_partial_block_covers_all_that_its_kv_depends_on() -> None:
-    """B2.17 Names of the hold, place, tokens, the hash before them, images, salt, and the adapter."""
+    """B2.17 Names, place, tokens, the hash before them, images, salt, and the adapter."""
 
     def key_of(
         engine: str = "engine", hold: str = "hold", group: CacheGroup = FULL, tag: bytes = b"", **changed: Any
