@@ -451,3 +451,13 @@ def test_a_defect_in_handing_over_does_not_keep_a_request_from_ending(monkeypatc
         assert not scheduler.build_step(make_step({})).saves, "workers may still write into the blocks"
         wait_until(lambda: client.finished == ["r"])
         assert scheduler._core._requests == {}
+
+
+def test_only_blocks_that_the_other_engine_may_still_store_are_pending() -> None:
+    """B2.17 A pull waits for them. It does not wait for blocks that the server will never have."""
+    statuses = bytes([KeyStatus.HIT, KeyStatus.HIT_PENDING, KeyStatus.MISS])
+    hold = HoldInfo(range(3), 12, HandoffDirection.PREFILL_TO_DECODE, 20.0)
+    lease: Any = SimpleNamespace(id=7, keys=KEYS[:3], statuses=statuses, hold=hold)
+    claimed = hold_calls._claimed(lease)
+    assert claimed is not None
+    assert [(block.item, block.is_pending) for block in claimed.blocks] == [(0, False), (None, True), (None, False)]
