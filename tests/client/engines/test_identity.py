@@ -8,14 +8,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.polling import wait_until
 
+from kvtier.client import Group, GroupKind, Namespace
 from kvtier.client.engines import file_digests, identity
 from kvtier.client.engines.failures import Unsupported
-from kvtier.client.engines.identity import InBackground, identify_adapter, identify_weights
+from kvtier.client.engines.identity import (
+    InBackground,
+    identify_adapter,
+    identify_weights,
+    namespace_digest,
+    with_weights_version,
+)
 
 MIB = 1 << 20
 COMMIT = "c" * 40
@@ -283,6 +292,21 @@ class TestReading:
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(OSError, match="Input/output error"):
             identify_weights(str(_model(tmp_path / "m")), "")
+
+
+def test_each_field_of_a_namespace_is_in_its_digest() -> None:
+    """Workers join a namespace by its digest, and a version of the weights is an attribute."""
+    group = Group(64, 16, "full.0")
+    plain = Namespace("m", "float16", (group, group), "layout", "scheme", "revision", 2, "tenant", {"a": "1"})
+    others = [replace(plain, **{field.name: "other"}) for field in fields(plain) if field.type == "str"]
+    assert len(others) == 6
+    others += [replace(plain, world_size=3), replace(plain, attributes={"a": "2"}), replace(plain, attributes={})]
+    others += [replace(plain, groups=(group,)), with_weights_version(plain, "7")]
+    changes: list[dict[str, Any]] = [{"part_bytes": 65}, {"block_tokens": 8}, {"name": "x"}, {"kind": GroupKind.STATE}]
+    others += [replace(plain, groups=(group, replace(group, **change))) for change in changes]
+    assert with_weights_version(plain, "") == plain
+    digests = {namespace_digest(space) for space in (plain, *others)}
+    assert len(digests) == len(others) + 1
 
 
 class TestInBackground:

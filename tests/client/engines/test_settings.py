@@ -161,6 +161,30 @@ def test_the_content_of_named_files_counts(tmp_path: Path) -> None:
     assert len(set(digests)) == 7
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "counts"),
+    [
+        *((f"own_{kind}", "word", True) for kind in ("path", "dir", "file", "folder")),
+        *(
+            ("path_of_own", "word", False),
+            ("mode", "word", False),
+            ("mode", "./word", True),
+            ("mode", "word.json", True),
+        ),
+    ],
+)
+def test_a_setting_names_a_file_by_its_name_or_by_its_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, *, counts: bool
+) -> None:
+    """A word such as "auto" can also be a file of the current directory."""
+    monkeypatch.chdir(tmp_path)
+    digests = []
+    for content in ("1", "2"):
+        Path(value).write_text(content)
+        digests.append(digest({name: value}))
+    assert (digests[0] != digests[1]) is counts
+
+
 def test_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables with the prefix of the engine that are set, and not neutral."""
     monkeypatch.setenv("ENGINE_LOG", "debug")

@@ -30,10 +30,11 @@ def test_a_decode_engine_pulls_what_it_lacks_of_the_prompt(computed: int, expect
 
 
 def test_a_complete_local_hit_claims_nothing() -> None:
-    """B2.2: a count of 0 pulls nothing."""
-    rig = Rig(prefilled())
-    assert rig.match(100) == 0
-    assert rig.server.claims == []
+    """B2.2: a count of 0 pulls nothing, also at the end of a block."""
+    for prompt in (96, 100):
+        rig = Rig(prefilled(), prompt)
+        assert rig.match(prompt) == 0
+        assert rig.server.claims == []
 
 
 def test_a_peer_that_holds_nothing_is_reported() -> None:

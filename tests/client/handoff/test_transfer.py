@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from peers import PEER, REMOTE, Rig, answered, prefilled
+from peers import PEER, REMOTE, US, Rig, answered, prefilled
 
 from kvtier.client.handoff import FinishReason, RemoteRequest
 from kvtier.client.handoff.claims import TransferState
@@ -257,3 +257,17 @@ def test_requests_without_a_pull_send_no_heartbeat() -> None:
     rig.finish(0, FinishReason.OTHER, tables=[[]])
     rig.core.heartbeat(0.1)
     assert rig.server.renewed == []
+
+
+def test_an_early_hold_that_was_released_is_not_renewed() -> None:
+    """B2.16: its request ended while workers pulled. The peer's hold is renewed until they end."""
+    rig = Rig(answered(80, remote_overlap=True), bidirectional_kv_xfer=True)
+    assert rig.pulled(80) == 80
+    rig.allocate(80)
+    rig.core.heartbeat(0.0)
+    own = RemoteRequest(US.engine_id, rig.request.hold_name, US.host, US.port)
+    assert rig.server.renewed == [[PEER, own]]
+    rig.finish()
+    assert rig.server.released == [own]
+    rig.core.heartbeat(1000.0)
+    assert rig.server.renewed[1:] == [[PEER]]

@@ -111,6 +111,17 @@ def test_lazy_mode_stores_all_blocks_again() -> None:
     assert list(engine.plan().values()) == [[5, 6]]
 
 
+def test_lazy_mode_forgets_blocks_stored_a_minute_before_the_restart() -> None:
+    """B4.7: they count as stored for one to two minutes, in two tables."""
+    engine = Engine(OffloadMode.LAZY)
+    engine.pool.free(*FREE)
+    engine.stored(engine.plan())
+    engine.pool.free(*FREE)
+    assert engine.plan(now=61.0) == {}
+    engine.core.server_changed()
+    assert list(engine.plan(now=62.0).values()) == [[5, 6]]
+
+
 def test_lazy_mode_forgets_blocks_loaded_before_the_restart() -> None:
     """B4.7: the restarted server may not have them."""
     engine = Engine(OffloadMode.LAZY)

@@ -191,6 +191,7 @@ def test_the_server_gets_the_time_that_is_left() -> None:
             bounded.perform(Call("CacheService/CompleteStore", None, 2.0))
             bounded.perform(Connect(2.0))
             bounded.perform(Call("CacheService/ReleaseLease", None, 2.0))
+            bounded.perform(Call("CacheService/WithdrawGrants", None, 2.0))
     bounded.perform(Call("no deadline", None, 5000.0))
     effects = [call.args[0] for call in transport.perform.call_args_list]
     timeouts = {getattr(effect, "method", "connect"): effect.timeout for effect in effects}
@@ -200,6 +201,7 @@ def test_the_server_gets_the_time_that_is_left() -> None:
         "CacheService/CompleteStore": END_SECONDS,
         "connect": 0.0,
         "CacheService/ReleaseLease": END_SECONDS,
+        "CacheService/WithdrawGrants": END_SECONDS,
         "no deadline": 5000.0,
     }
 

@@ -44,6 +44,11 @@ def test_a_pool_of_all_pages_shortens_the_prefix(server: ServerProcess) -> None:
         storage.batch_set_v2([both])
         found = storage.batch_exists_v2(KEYS, [both])
         assert (found.kv_hit_pages, found.restorable_prefix_pages) == (3, [1, 2, 3])
+        other = hashes("other", 4)
+        storage.batch_set_v1(other[:2], rows(6, 7))
+        storage.batch_set_v2([PoolTransfer(PoolName.MAMBA, rows(*range(4)), keys=other)])
+        found = storage.batch_exists_v2(other, [both])
+        assert (found.kv_hit_pages, found.extra_pool_hit_pages) == (2, {PoolName.KV: 2, PoolName.MAMBA: 2})
         groups = PoolTransfer(PoolName.MAMBA, hit_policy=PoolHitPolicy.BLOCK_GROUPS)
         assert storage.batch_exists_v2(KEYS, [groups]).extra_pool_hit_pages == {PoolName.KV: 6}
 

@@ -185,6 +185,16 @@ def test_workers_that_disagree_about_their_layers_disable_the_connector(make: Ma
     assert made.get_num_new_matched_tokens(make_request(2), 0) == (0, False)
 
 
+@pytest.mark.parametrize("told", [{}, {(0, 0): object()}], ids=["nothing", "of another connector"])
+def test_a_handshake_without_parts_changes_nothing(make: MakeConnector, model: Path, told: dict[Any, Any]) -> None:
+    """The scheduler's configuration describes the layers, so no worker reports parts."""
+    made = make(engine_config(str(model), {}))
+    side, server = side_of(made), server_of(made)
+    made.set_xfer_handshake_metadata_pp_aware(told)
+    assert made._scheduler is side
+    assert server.connected
+
+
 def test_each_client_has_the_credentials_and_the_address_of_the_settings(
     make: MakeConnector, model: Path, tmp_path: Path
 ) -> None:

@@ -44,6 +44,17 @@ def test_a_block_is_announced_when_every_worker_has_stored_it() -> None:
     }
 
 
+def test_a_save_across_a_restart_of_the_server_is_not_announced() -> None:
+    """B4.15 The new run may lack the blocks, although the workers have stored them."""
+    client = FakeClient()
+    with scheduler_side(client, events=True) as (scheduler, _):
+        job = _save(scheduler)
+        client.epoch = 2
+        scheduler.build_step(make_step({}))
+        scheduler.saves_reported(WorkerReport({job.job_id: 1}))
+        assert not list(scheduler.take_events())
+
+
 def test_no_events_without_a_publisher() -> None:
     """Without a reader the list would only grow."""
     with scheduler_side(FakeClient()) as (scheduler, _):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from connector_fakes import FULL, FakeClient, make_request, make_step, scheduler_side
@@ -33,7 +34,7 @@ from kvtier.client.engines.vllm.scheduler.hold_calls import HoldCalls
 from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmRequest
 from kvtier.client.engines.vllm.stats import TransferCounters
 from kvtier.client.engines.vllm.worker.reports import WorkerReport
-from kvtier.client.handoff import ClaimId, RemoteRequest
+from kvtier.client.handoff import ClaimId, FinishedRequest, RemoteRequest
 from kvtier.client.offload import CacheGeometry
 
 TABLE = [[1, 2, 3, 4, 5, 6]]
@@ -132,6 +133,7 @@ def test_only_the_own_server_knows_the_request_of_a_claim() -> None:
     names = [client.wanted[0].pop("request_id") for client in (own, other)]
     assert names == ["r", ""]
     for client in (own, other):
+        assert 0 < client.wanted[0]["wait"] <= 0.8 * 60.0, "the server answers before the engine gives up"
         assert {name: client.wanted[0][name] for name in ("first_positions", "min_blocks")} == {
             "first_positions": [3],
             "min_blocks": 2,
@@ -210,13 +212,16 @@ def test_a_publication_that_waits_while_the_weights_change_keeps_its_namespace()
 @pytest.mark.parametrize("failed", [False, True])
 def test_blocks_of_a_pull_are_counted_by_its_outcome(*, failed: bool) -> None:
     counters = TransferCounters()
-    with scheduler_side(HoldsClient(), counters=counters) as (scheduler, _):
+    with scheduler_side(HoldsClient(), counters=counters, weights_change_on_reset=False) as (scheduler, _):
         request = make_request(6, kv_transfer_params=PREFILLED)
         scheduler.new_request(request)
         wait_until(lambda: scheduler.matched_tokens(request, 0) == (24, True))
         scheduler.blocks_allocated(request, TABLE, 24)
         scheduler.build_step(make_step({}))
+        assert not scheduler.reset(), "B4.13: workers write into the blocks"
         scheduler.loads_reported(["r"], ["r"] if failed else [])
+        assert not scheduler._core._requests["r"].compute_only, "the engine's own server may have the blocks"
+        assert scheduler.reset()
     counts = counters.take()
     assert counts is not None
     found = {name: count for name, count in counts.data.items() if name.startswith("pull_blocks")}
@@ -334,6 +339,18 @@ def test_only_what_is_confirmed_is_held(fields: dict[str, int], tokens: int) -> 
         assert saves == KEYS[: tokens // 4]
 
 
+@pytest.mark.parametrize(("computed", "state"), [(24, 24), (25, 25), (26, None)])
+def test_a_state_with_tokens_after_the_end_is_not_held(monkeypatch: Any, computed: int, state: int | None) -> None:
+    """An asynchronous scheduler may have begun a step more than the request of 25 tokens needed."""
+    with scheduler_side(HoldsClient()) as (scheduler, _):
+        request = make_request(6, kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=computed)
+        scheduler.new_request(request)
+        finished = Mock(return_value=FinishedRequest())
+        monkeypatch.setattr(scheduler._handoffs._core, "finished", finished)
+        scheduler.request_finished(request, TABLE)
+    assert finished.call_args.args[-1] == state
+
+
 def test_nothing_is_pulled_or_held_that_is_about_to_be_forgotten() -> None:
     """B4.13 During a reset nothing is pulled, because held blocks may be of changed weights."""
     gate = threading.Event()
@@ -435,3 +452,13 @@ def test_a_defect_in_handing_over_does_not_keep_a_request_from_ending(monkeypatc
         assert not scheduler.build_step(make_step({})).saves, "workers may still write into the blocks"
         wait_until(lambda: client.finished == ["r"])
         assert scheduler._core._requests == {}
+
+
+def test_only_blocks_that_the_other_engine_may_still_store_are_pending() -> None:
+    """B2.17 A pull waits for them. It does not wait for blocks that the server will never have."""
+    statuses = bytes([KeyStatus.HIT, KeyStatus.HIT_PENDING, KeyStatus.MISS])
+    hold = HoldInfo(range(3), 12, HandoffDirection.PREFILL_TO_DECODE, 20.0)
+    lease: Any = SimpleNamespace(id=7, keys=KEYS[:3], statuses=statuses, hold=hold)
+    claimed = hold_calls._claimed(lease)
+    assert claimed is not None
+    assert [(block.item, block.is_pending) for block in claimed.blocks] == [(0, False), (None, True), (None, False)]

@@ -296,14 +296,23 @@ def test_no_blocks_of_a_changed_adapter_get_to_an_engine_with_the_old_one(make: 
     assert second.run(PROMPT, adapter=changed).computed == len(PROMPT)
 
 
-def test_a_request_that_runs_while_its_adapter_is_replaced_is_not_saved(tmp_path: Path) -> None:
-    """Its later blocks are computed with the new content."""
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_request_that_runs_while_its_adapter_is_replaced_is_not_saved(tmp_path: Path, number: int) -> None:
+    """Its later blocks are computed with the new content. Requests with other adapters continue."""
     write(tmp_path / "a", "c0")
     used = adapter("a", tmp_path / "a")
     with scheduler_side(FakeClient()) as (scheduler, _):
-        scheduler.new_request(make_request(2, lora_request=used))
+        request = make_request(2, lora_request=used, num_computed_tokens=8, kv_transfer_params=FIRST_TURN)
+        scheduler.new_request(request)
+        scheduler.blocks_allocated(request, [[7, 8]], 0)
         write(tmp_path / "a", "c1")
-        replacing = adapter("a", tmp_path / "a", load_inplace=True)
+        replacing = adapter("a", tmp_path / "a", number, load_inplace=True)
+        scheduler.adapter_loads(adapter("b", tmp_path / "a", number))
         scheduler.adapter_loads(replacing)
         scheduler.adapters.loaded(replacing)
-        assert not scheduler.build_step(make_step({"r": [[7, 8]]}, r=8)).saves
+        adapted, is_used = scheduler._requests["r"], number == 2
+        assert (adapted.may_load, adapted.may_save, adapted.may_pull, adapted.stale) == (*[is_used] * 3, not is_used)
+        saves = scheduler.build_step(make_step({"r": [[7, 8]]}, r=8)).saves
+        assert bool(saves) is is_used
+        assert bool(scheduler.request_finished(request, [[7, 8]])) is is_used, "nothing is held either"
+        scheduler.saves_reported(WorkerReport({save.job_id: 1 for save in saves}))

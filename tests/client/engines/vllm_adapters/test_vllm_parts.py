@@ -175,6 +175,15 @@ def test_a_wrong_setting_stops_the_start(extra: dict[str, Any]) -> None:
         ConnectorConfig.parse(extra, lambda _: None)
 
 
+def test_defaults_of_settings() -> None:
+    """A lookup delays a request by at most a second, and saves hold at most half of the blocks."""
+    config = ConnectorConfig.parse({}, lambda _: None)
+    assert (config.transport, config.lookup_timeout_s, config.max_held_fraction) == ("auto", 1.0, 0.5)
+    assert (config.tenant, config.weights_version, config.kv_parts, config.advertise) == ("", "", 0, None)
+    assert (config.lazy_offload, config.publish_token_ids, config.watch_events) == (False, False, True)
+    assert (config.weights_change_on_reset, list(config.peers), config.engine_address) == (True, [], None)
+
+
 def test_settings_of_requests_that_are_handed_over() -> None:
     """B2.1 vLLM's names and defaults."""
     config = ConnectorConfig.parse({}, lambda _: None)
@@ -399,3 +408,41 @@ def test_a_partial_block_has_a_key_when_its_tokens_are_known() -> None:
     assert keys[0] != keys[1]
     assert adapted.hold_key("engine", "hold", FULL, 2, 11) is None, "the last token is not known"
     assert adapted.hold_key("engine", "hold", FULL, 3, 10) is None, "block 2 has no hash"
+
+
+def test_the_key_of_a_partial_block_covers_all_that_its_kv_depends_on() -> None:
+    """B2.17 Names, place, tokens, the hash before them, images, salt, and the adapter."""
+
+    def key_of(
+        engine: str = "engine", hold: str = "hold", group: CacheGroup = FULL, tag: bytes = b"", **changed: Any
+    ) -> bytes | None:
+        usual = {
+            "request_id": "r",
+            "block_hashes": [bytes([number]) * 32 for number in range(2)],
+            "all_token_ids": list(range(10)),
+            "mm_features": [],
+            "cache_salt": None,
+        }
+        request = SimpleNamespace(**usual | changed)
+        geometry = CacheGeometry((FULL,), 4, 4)
+        adapted = VllmRequest(request, RequestRegistration("r"), geometry, may_load=True, may_save=True, tag=tag)
+        # A salt is part of the first block, and so of the hashes of later ones.
+        place = (0, 3) if "cache_salt" in changed else (2, 10)
+        return adapted.hold_key(engine, hold, group, *place)
+
+    image = SimpleNamespace(identifier="image", mm_position=SimpleNamespace(offset=8, length=1))
+    keys = [
+        key_of(),
+        key_of(engine="other"),
+        key_of(hold="other"),
+        key_of(group=WINDOW),
+        key_of(tag=b"tag"),
+        key_of(block_hashes=[bytes(32)] * 2),
+        key_of(all_token_ids=[*range(9), 7]),
+        key_of(mm_features=[image]),
+        key_of(cache_salt=None),
+        key_of(cache_salt="salt"),
+    ]
+    assert key_of() == keys[0]
+    assert None not in keys
+    assert len(set(keys)) == len(keys)

@@ -128,6 +128,7 @@ def test_what_a_request_may_do(
             make_request(2, kv_transfer_params={**params, "kvtier": own}, num_prompt_tokens=8, **fields)
         )
         found = scheduler._requests["r"]
+    assert found.request_level is found.holds_early, "lazy mode stores the blocks too late for a peer"
     flags = {name: getattr(found, f"may_{name}") for name in ("load", "save", "pull", "hold")}
     assert [name for name, value in (flags | {"early": found.holds_early}).items() if value] == expected.split()
 

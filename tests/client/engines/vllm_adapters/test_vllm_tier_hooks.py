@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -118,7 +119,21 @@ def test_a_key_of_a_load_is_a_miss_until_the_load_has_ended(manager: Manager, ro
     assert [int(row[0]) for row in room.rows] == [7, 1, 7, 1]
 
 
-def test_hits_are_released_when_the_request_runs(manager: Manager) -> None:
+@pytest.mark.parametrize("load", [False, True])
+def test_keys_of_a_job_are_not_marked_as_used_once_more(manager: Manager, *, load: bool) -> None:
+    """B4.9 The store or load has told the server that the request uses them."""
+    manager.client.keys = set(KEYS)
+    context = request_of("r", KEYS)
+    assert not load or manager.answers(context) == [HIT] * 4
+    assert manager.run(context, load=load).success
+    manager.step("r")
+    manager.client.marked.clear()
+    manager.tier.on_request_finished(context)
+    wait_until(lambda: "finished r" in manager.client.told)
+    assert manager.client.marked == []
+
+
+def test_hits_are_released_when_the_request_runs(manager: Manager, room: TierParts) -> None:
     """The request loads no more. While one of its loads runs, its lease is kept."""
     manager.client.keys = set(KEYS)
     first, second = request_of("first", KEYS), request_of("second", KEYS)
@@ -127,6 +142,9 @@ def test_hits_are_released_when_the_request_runs(manager: Manager) -> None:
     wait_until(lambda: manager.client.released == [1])
     manager.submit(second, load=True)
     manager.step("second")
+    said_by_now = threading.Event()
+    room.lookups._control_thread.submit(said_by_now.set)
+    assert said_by_now.wait(60)
     assert manager.client.released == [1]
     assert manager.results()[0].success
     wait_until(lambda: manager.client.released == [1, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +91,21 @@ def test_chunks_that_vllm_did_not_ask_for_are_marked_as_used(room: TierParts) ->
     wait_until(lambda: "finished r" in room.client.told)
     assert room.client.marked[1:] == [[], []], "the server has only keys that are marked already"
     assert room.client.told[-1] == "finished r"
+
+
+def test_a_pin_ends_before_the_lease_of_the_server(room: TierParts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B4.3 By default a lease has 60 s, and some of them are needed for the copy."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(tier_lookups, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    room.client.keys = set(KEYS)
+    request = room.lookups.begin("r", None)
+    room.lookups.answer(request, KEYS[0], 16)
+    room.lookups.send(request)
+    wait_until(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.HIT)
+    clock.now += 39.0
+    assert room.lookups.answer(request, KEYS[0], 16) is Answer.HIT
+    clock.now += 2.0
+    assert room.lookups.answer(request, KEYS[0], 16) is Answer.UNKNOWN
 
 
 def test_windows_are_marked_from_their_end(room: TierParts) -> None:

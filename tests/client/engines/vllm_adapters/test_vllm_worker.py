@@ -74,6 +74,21 @@ def test_a_load_reads_from_all_of_its_leases() -> None:
     assert filled == [2, 3, 5]
 
 
+@pytest.mark.parametrize(("last", "failed"), [([BlockRead(1, [0], [0], [2])], False), ([], True)])
+def test_a_job_without_blocks_fails_only_as_the_last_of_its_load(last: list[BlockRead], *, failed: bool) -> None:
+    """A pull that waits for the blocks of another engine may begin with nothing."""
+    reports = WorkerReports()
+    worker = WorkerSide(lambda *_: FakeTransfers(), [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
+    worker.register(make_caches(8))
+    worker.start_loads(StepMetadata([LoadJob("r", [], is_last=False)], [], "ns"))
+    assert not reports.take_results(idle=False).finished_recving
+    worker.start_loads(StepMetadata([LoadJob("r", last)], [], "ns"))
+    ended: list[Any] = []
+    wait_until(lambda: ended.append(reports.take_results(idle=True)) or bool(ended[-1].finished_recving))
+    assert ended[-1].failed_recving == ({"r"} if failed else set())
+    close_when_idle(worker)
+
+
 def test_a_worker_of_another_namespace_moves_nothing() -> None:
     """If scheduler and worker disagree about the namespace, all is a miss."""
     reports = WorkerReports()
