@@ -269,3 +269,16 @@ def test_a_prompt_has_the_keys_up_to_its_last() -> None:
     table, tag = rig.core.conversations.table, spec("alice").id[:16]
     assert table.prompts(tag, keys([4])[0]) == [(conversation.namespace, keys(range(2, 5)))]
     assert table.prompts(tag, keys([90])[0]) == table.prompts(b"none", keys([4])[0]) == []
+
+
+@pytest.mark.parametrize("action", [BlockAction.RELEASE, BlockAction.DEMOTE, None], ids=str)
+def test_the_end_of_a_retention_also_holds_for_copies(action: BlockAction | None) -> None:
+    """A tier that gets a block later retains it no longer than the block is retained now."""
+    rig = disk_rig()
+    conversation = store(rig, "c", range(4))
+    work(rig, rig.core.conversations.retain([conversation], 900.0))
+    blocks = [rig.core._cpu_tier.blocks_of(spec("alice").id)[key] for key in keys(range(4))]
+    assert [block.retain_until for block in blocks] == [900.0] * 4
+    acts = rig.core.conversations
+    work(rig, acts.unpin([conversation]) if action is None else acts.act(action, [conversation]))
+    assert [block.retain_until for block in blocks] == [0.0] * 4

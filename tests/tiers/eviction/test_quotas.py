@@ -128,6 +128,18 @@ def test_a_tenant_without_evictable_blocks_is_searched_once(monkeypatch: pytest.
     assert answer.statuses == bytes([StoreStatus.GRANTED]) * 4
 
 
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_tenant_at_its_limit_leaves_older_blocks_of_others(group: int) -> None:
+    """It evicts its own, also if a block of another size needs room."""
+    rig = Rig(tenant("alice", limit=EXTENT))
+    rig.store("bob", range(8))
+    rig.store("alice", range(EXTENT // PAGE))
+    rig.store("alice", range(100, 103), group=group)
+    assert rig.visible("bob") == set(keys(range(8)))
+    assert set(keys(range(100, 103), group=group)) <= rig.visible("alice")
+    assert rig.share("alice").used <= EXTENT
+
+
 def test_a_tenant_at_its_limit_evicts_its_own_blocks() -> None:
     """Also if the tier has free space."""
     disk = ModelTier("disk", ROOMY)
