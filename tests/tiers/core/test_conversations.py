@@ -9,7 +9,7 @@ from tenants import PAGE, Rig, keys, spec, tenant
 
 from kvtier.tiers.base import RequestInfo
 from kvtier.tiers.core.conversation_tasks import ActionCounts, BlockAction, ConversationTask, TierUse
-from kvtier.tiers.core.conversations import Conversation
+from kvtier.tiers.core.conversations import Conversation, ConversationTable
 from kvtier.tiers.errors import RetentionFull
 
 LIMITS = "kvtier.tiers.core.conversations.MAX_"
@@ -282,3 +282,11 @@ def test_the_end_of_a_retention_also_holds_for_copies(action: BlockAction | None
     acts = rig.core.conversations
     work(rig, acts.unpin([conversation]) if action is None else acts.act(action, [conversation]))
     assert [block.retain_until for block in blocks] == [0.0] * 4
+
+
+def test_a_request_is_a_use_of_its_conversation() -> None:
+    """The age counts from the first request, and the idle time from the latest one."""
+    table, session = ConversationTable(), Rig().session(spec("alice"))
+    conversation = table.begin_request(session, "c", 5.0)
+    assert table.begin_request(session, "c", 9.0) is conversation
+    assert (conversation.created_at, conversation.used_at) == (5.0, 9.0)
