@@ -15,7 +15,8 @@ from kvtier.client.errors import DeadlineExceeded, DeviceUnavailable, InvalidReq
 from kvtier.client.operations import devices
 from kvtier.client.results import KeyStatus, StoreStatus
 from kvtier.client.session.session import ClientSession
-from kvtier.cuda.device.exports import HANDLE_BYTES, DeviceExport, ExportedAllocation, Origin
+from kvtier.cuda.device.driver import HANDLE_BYTES
+from kvtier.cuda.device.exports import DeviceExport, ExportedAllocation, Origin
 from kvtier.cuda.device.layout import BlockLayout, LayoutRun
 from kvtier.protos.v1 import cache_pb2, common_pb2, devices_pb2, session_pb2, transfer_pb2
 
@@ -75,7 +76,7 @@ def found(*statuses: KeyStatus, lease_id: int = 5) -> cache_pb2.LookupResponse:
 
 
 def test_a_registration_describes_the_buffers(script: Script) -> None:
-    """Each field of the export. The first registration may also wait for the copy worker's start."""
+    """Each field of the export. The first one may also wait for the start of the copy worker."""
     [call] = script.effects
     assert (call.method, call.timeout) == ("TransferService/RegisterDeviceBuffers", TIMEOUTS.call + 30)
     run = devices_pb2.DeviceRun(
@@ -156,7 +157,7 @@ def test_the_client_waits_for_a_mark_that_the_server_cannot_see(*, events: bool,
 @pytest.mark.parametrize("operation", [store, load])
 @pytest.mark.parametrize("new", ["session", "buffers", "refused copy"])
 def test_buffers_are_registered_again(script: Script, operation: Any, new: str) -> None:
-    """With each session and each change of the buffers, and after a copy that the server refused."""
+    """With each session, each change of the buffers, and after a copy that the server refused."""
     if new == "session":
         capabilities = session_pb2.CapabilitiesResponse(devices={"offered": True})
         script.session = ClientSession(common_pb2.SessionRef(session_id=b"2" * 16), capabilities, None, "")
@@ -184,7 +185,7 @@ def test_buffers_are_registered_again(script: Script, operation: Any, new: str) 
 def test_a_refused_registration_is_not_repeated_at_once(error: KVTierError, monkeypatch: pytest.MonkeyPatch) -> None:
     """For some seconds calls of the same session fail without a request to the server."""
     script, clock = Script(), [100.0]
-    monkeypatch.setattr(devices.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     script.operations._buffers = buffers()
     for results in ([error], []):
         with pytest.raises(DeviceUnavailable) as refusal:
@@ -228,7 +229,7 @@ def test_a_copy_that_fails_ends_its_grant(script: Script, error: KVTierError, mo
     If the server gave no answer, a load raises only when the server has stopped to write.
     """
     slept: list[float] = []
-    monkeypatch.setattr(devices.time, "sleep", slept.append)
+    monkeypatch.setattr(time, "sleep", slept.append)
     with pytest.raises(type(error)):
         store(script, granted(GRANTED, PRESENT, PRESENT), error, WITHDRAWN)
     assert slept == []

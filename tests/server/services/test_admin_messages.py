@@ -12,9 +12,10 @@ from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2, handoff_pb2
 from kvtier.server.services import admin_messages as messages
 from kvtier.tiers.base import OffloadPolicy, Vote
 from kvtier.tiers.core.leases import BlockLease
-from kvtier.tiers.stats.request_log import ClaimOutcome, HoldEnd, LookupRecord, OutcomeRun
-from kvtier.tiers.stats.snapshots import HandoffStats, HitRatio, ShareStats, TierStats
-from kvtier.tiers.types import HandoffDirection, MissReason, Owner, PublishStatus
+from kvtier.tiers.stats.miss_ratio_curve import HitRatio
+from kvtier.tiers.stats.request_log import ClaimOutcome, LookupRecord, OutcomeRun
+from kvtier.tiers.stats.snapshots import HandoffStats, TierStats
+from kvtier.tiers.types import HandoffDirection, HoldEnd, MissReason, Owner, PublishStatus, ShareStats
 
 NOW = 100.0
 ENGINE = (b"n" * 32, "e")

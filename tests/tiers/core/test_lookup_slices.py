@@ -129,6 +129,9 @@ def test_hits_without_room_are_below_the_threshold() -> None:
             rig.core.release(rig.session, answer.lease.id)
         rig.finish_jobs()
     assert result_of(rig, lookup)[2] == (OutcomeRun(2, MissReason.BELOW_THRESHOLD), OutcomeRun(2, MissReason.NO_ROOM))
+    stats = rig.core.stats()
+    assert [tier.hits for tier in stats.tiers] == [14, 2], "those of the leased blocks and of the first lookup"
+    assert (stats.lookup_misses, stats.lookup_keys) == (2 + 4, 14 + 4 + 4)
 
 
 def test_unknown_keys_are_not_searched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_a_store_whose_completion_has_begun_does_not_expire(done: int) -> None:
 
 @pytest.mark.parametrize("done", range(1, 4))
 def test_a_store_may_be_completed_while_it_is_prepared(done: int) -> None:
-    """The client withdraws its grant: the preparation ends, and the completion frees the slots once."""
+    """The client withdraws its grant. The preparation ends; the completion frees the slots."""
     rig = Rig()
     everything = free_slots(rig)
     preparation = begin(rig, keys(*range(12)), 3)

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from kvtier.tiers.core.holds import PENDING_COST as HOLD_PENDING_COST
 from kvtier.tiers.core.leases import LEASE_COST, PENDING_COST
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.types import tenant_of
@@ -86,7 +85,7 @@ def _holds(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
         waited = [numbers[hold] for numbers in table._waiting.values() if hold in numbers]
         yield f"awaited items of {hold.name}", hold.awaited, sum(map(len, waited))
         tenants[hold.tenant] += 1
-        items[hold.tenant] += len(hold.keys) + HOLD_PENDING_COST * hold.awaited
+        items[hold.tenant] += len(hold.keys) + PENDING_COST * hold.awaited
         names[tenant_of(hold.name[0]), *hold.name[1:]] += 1
     yield "holds of tenants", table._per_tenant, tenants
     yield "items of holds", table._items, items
