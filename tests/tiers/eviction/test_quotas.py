@@ -130,13 +130,16 @@ def test_a_tenant_without_evictable_blocks_is_searched_once(monkeypatch: pytest.
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_tenant_at_its_limit_leaves_older_blocks_of_others(group: int) -> None:
-    """It evicts its own, also if a block of another size needs room."""
-    rig = Rig(tenant("alice", limit=EXTENT))
-    rig.store("bob", range(8))
-    rig.store("alice", range(EXTENT // PAGE))
+    """It evicts its own in each tier, also if a block of another size needs room."""
+    both = Tenant("alice", b"a" * 16, {}, {CPU_TIER: EXTENT, "disk": 2 * EXTENT})
+    rig = Rig(both, tiers=[ModelTier("disk", ROOMY)], extents=8)
+    rig.store("bob", range(48))  # more than the limit of the other tenant
+    rig.store("alice", range(32))
     rig.store("alice", range(100, 103), group=group)
-    assert rig.visible("bob") == set(keys(range(8)))
-    assert set(keys(range(100, 103), group=group)) <= rig.visible("alice")
+    fresh = set(keys(range(100, 103), group=group))
+    for others, own in ((rig.visible("bob"), rig.visible("alice")), (rig.below("bob"), rig.below("alice"))):
+        assert others == set(keys(range(48)))
+        assert fresh <= own
     assert rig.share("alice").used <= EXTENT
 
 
