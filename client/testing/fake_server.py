@@ -104,11 +104,7 @@ class FakeServer:
         session_id = secrets.token_bytes(16)
         prefix = transport.namespace.to_proto().SerializeToString(deterministic=True)
         self._sessions[session_id] = FakeSession(transport.engine_id, transport.rank, transport.namespace, prefix)
-        capabilities = session_pb2.CapabilitiesResponse(
-            epoch=self.epoch,
-            tiers=["cpu"],
-            limits=LIMITS,
-        )
+        capabilities = session_pb2.CapabilitiesResponse(epoch=self.epoch, tiers=["cpu"], limits=LIMITS)
         ref = common_pb2.SessionRef(session_id=session_id, epoch=self.epoch)
         return ClientSession(ref, capabilities, None, "a fake")
 

@@ -354,7 +354,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         try:
             self._core.lease(session, lease.id)
         except CoreError:
-            self._core.lookup_handler.take_back_hits(lease, MissReason.PENDING)
+            self._core.take_back_hits(lease, MissReason.PENDING)
             return None
         if any(block is not None for block in lease.items):
             return lease

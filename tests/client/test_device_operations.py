@@ -78,7 +78,7 @@ def found(*statuses: KeyStatus, lease_id: int = 5) -> cache_pb2.LookupResponse:
 
 
 def test_a_registration_describes_the_buffers(script: Script) -> None:
-    """Each field of the export. The first registration may also wait for the copy worker's start."""
+    """Each field of the export. The first one may also wait for the start of the copy worker."""
     [call] = script.effects
     assert (call.method, call.timeout) == ("TransferService/RegisterDeviceBuffers", TIMEOUTS.call + 30)
     run = devices_pb2.DeviceRun(
@@ -159,7 +159,7 @@ def test_the_client_waits_for_a_mark_that_the_server_cannot_see(*, events: bool,
 @pytest.mark.parametrize("operation", [store, load])
 @pytest.mark.parametrize("new", ["session", "buffers", "refused copy"])
 def test_buffers_are_registered_again(script: Script, operation: Any, new: str) -> None:
-    """With each session and each change of the buffers, and after a copy that the server refused."""
+    """With each session, each change of the buffers, and after a copy that the server refused."""
     if new == "session":
         capabilities = session_pb2.CapabilitiesResponse(devices={"offered": True})
         script.session = ClientSession(common_pb2.SessionRef(session_id=b"2" * 16), capabilities, None, "")
@@ -187,7 +187,7 @@ def test_buffers_are_registered_again(script: Script, operation: Any, new: str) 
 def test_a_refused_registration_is_not_repeated_at_once(error: KVTierError, monkeypatch: pytest.MonkeyPatch) -> None:
     """For some seconds calls of the same session fail without a request to the server."""
     script, clock = Script(), [100.0]
-    monkeypatch.setattr("kvtier.client.operations.devices.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     script.operations._buffers = buffers()
     for results in ([error], []):
         with pytest.raises(DeviceUnavailable) as refusal:
@@ -234,7 +234,7 @@ def test_a_copy_that_fails_ends_its_grant(script: Script, error: KVTierError, mo
     If the server gave no answer, a load raises only when the server has stopped to write.
     """
     slept: list[float] = []
-    monkeypatch.setattr("kvtier.client.operations.devices.time.sleep", slept.append)
+    monkeypatch.setattr(time, "sleep", slept.append)
     with pytest.raises(type(error)):
         store(script, granted(GRANTED, PRESENT, PRESENT), error, WITHDRAWN)
     assert slept == []

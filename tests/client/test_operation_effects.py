@@ -374,7 +374,7 @@ def test_a_store_is_sent_at_most_three_times(script: Script, breaks: int) -> Non
 
 
 def test_a_store_that_the_server_has_received_is_completed(script: Script) -> None:
-    """Only the answer of the stream was lost. Without the call the blocks would not become visible."""
+    """Only the answer of the stream was lost. The call makes the blocks visible."""
     storing = script.operations.store(KEYS, buffers(), {})
     located = transfer_pb2.LocateResponse(received_bytes=2 * PART)
     script.perform(storing, granted(GRANTED, GRANTED), BROKEN, located, cache_pb2.CompleteStoreResponse())

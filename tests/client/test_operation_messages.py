@@ -368,7 +368,7 @@ def test_an_operation_sends_each_argument_and_returns_each_field(name: str) -> N
     case, script = CASES[name], Script()
     result = script.perform(case.run(script.operations), case.answer)
     [call] = script.effects
-    wanted = type(case.request)()
+    wanted: Any = type(case.request)()
     wanted.CopyFrom(case.request)
     wanted.session.CopyFrom(script.session.ref)  # type: ignore[attr-defined]
     assert all_fields(wanted) == set_fields(wanted) | case.omitted, "a field without a case"

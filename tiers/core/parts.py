@@ -134,7 +134,8 @@ class CoreParts:
             region_bytes=self._region_bytes,
             leased_part=settings.leased_part,
         )
-        self.end_reader, self.lease_of_grant = self._lookups.end_reader, self._lookups.leases.by_grant.get
+        self.end_reader, self.take_back_hits = self._lookups.end_reader, self._lookups.take_back_hits
+        self.lease_of_grant = self._lookups.leases.by_grant.get
         handoffs = self._handoffs = HandoffHandler(
             cpu_tier=self._cpu_tier,
             lookups=self._lookups,

@@ -10,7 +10,7 @@ from tenants import PAGE, Rig, keys, spec, tenant
 from kvtier.tiers.base import RequestInfo
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.conversation_tasks import ActionCounts, BlockAction, TierUse
-from kvtier.tiers.core.conversations import Conversation
+from kvtier.tiers.core.conversations import Conversation, ConversationTable
 from kvtier.tiers.core.operations import Operation
 from kvtier.tiers.errors import RetentionFull
 
@@ -283,3 +283,23 @@ def test_a_prompt_has_the_keys_up_to_its_last() -> None:
     table, tag = rig.core._conversations.table, spec("alice").id[:16]
     assert table.prompts(tag, keys([4])[0]) == [(conversation.namespace, keys(range(2, 5)))]
     assert table.prompts(tag, keys([90])[0]) == table.prompts(b"none", keys([4])[0]) == []
+
+
+@pytest.mark.parametrize("action", [BlockAction.RELEASE, BlockAction.DEMOTE, BlockAction.UNPIN])
+def test_the_end_of_a_retention_also_holds_for_copies(action: BlockAction) -> None:
+    """A tier that gets a block later retains it no longer than the block is retained now."""
+    rig = disk_rig()
+    conversation = store(rig, "c", range(4))
+    work(rig, rig.core.act_on_conversations(BlockAction.RETAIN, [conversation], 900.0))
+    blocks = [rig.core._cpu_tier.blocks_of(spec("alice").id)[key] for key in keys(range(4))]
+    assert [block.retain_until for block in blocks] == [900.0] * 4
+    work(rig, rig.core.act_on_conversations(action, [conversation]))
+    assert [block.retain_until for block in blocks] == [0.0] * 4
+
+
+def test_a_request_is_a_use_of_its_conversation() -> None:
+    """The age counts from the first request, and the idle time from the latest one."""
+    table, session = ConversationTable(), Rig().session(spec("alice"))
+    conversation = table.begin_request(session, "c", 5.0)
+    assert table.begin_request(session, "c", 9.0) is conversation
+    assert (conversation.created_at, conversation.used_at) == (5.0, 9.0)

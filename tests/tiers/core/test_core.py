@@ -22,6 +22,7 @@ from kvtier.tiers.errors import (
     StoreNotFound,
     UnknownSession,
 )
+from kvtier.tiers.stats.snapshots import TierStats
 from kvtier.tiers.types import DurableStatus, NamespaceSpec
 
 
@@ -550,3 +551,54 @@ def test_refusals_change_nothing() -> None:
     run_to_end(rig.core.complete_store(rig.session, answer.store_id))
     with pytest.raises(UnknownSession):
         rig.core.close_session(b"unknown")
+
+
+def test_each_figure_of_a_tier_has_its_own_source() -> None:
+    """The figures differ here, so that none of them stands for another one."""
+    rig = Rig(ModelTier("near", 1 << 20), queue=1 << 20)
+    rig.store_in_all_tiers(keys(*range(3)))
+    below = rig.core._transfers.secondaries[0]
+    queues = below.catalog.queues
+    names = ("misses", "dropped", "damaged", "declined", "queued_bytes", "jobs", "stored_bytes", "loaded_bytes")
+    wanted = {name: 100 + number for number, name in enumerate(names)}
+    for name, number in wanted.items():
+        setattr(below, name, number)
+    queues.expired, queues.not_retained, below.catalog.evictions = 201, 202, 203
+    below.tier.last_error = "full"
+    assert below.stats(hits=300) == TierStats(
+        name="near",
+        type="model",
+        capacity_bytes=1 << 20,
+        available_bytes=1 << 20,
+        used_bytes=3 * 4096,
+        blocks=3,
+        hits=300,
+        expired=201,
+        not_retained=202,
+        evictions=203,
+        shares=queues.stats(),
+        healthy=False,
+        last_error="full",
+        **wanted,  # type: ignore[arg-type]
+    )
+    cpu = rig.core._cpu_tier
+    cpu.evictions, cpu.no_room, cpu.stored_bytes, cpu.loaded_bytes, cpu.declines = 1, 2, 3, 4, 5
+    cpu.queues.expired, cpu.queues.not_retained = 6, 7
+    assert cpu.stats("cpu", 8, hits=9, misses=10) == TierStats(
+        name="cpu",
+        type="cpu",
+        capacity_bytes=8,
+        available_bytes=EXTENT,
+        used_bytes=3 * 4096,
+        blocks=3,
+        hits=9,
+        misses=10,
+        evictions=1,
+        dropped=2,
+        stored_bytes=3,
+        loaded_bytes=4,
+        declined=5,
+        expired=6,
+        not_retained=7,
+        shares=cpu.queues.stats(),
+    )

@@ -128,6 +128,9 @@ def test_hits_without_room_are_below_the_threshold() -> None:
             rig.core.release(rig.session, answer.lease.id)
         rig.finish_jobs()
     assert result_of(rig, lookup)[2] == (OutcomeRun(2, MissReason.BELOW_THRESHOLD), OutcomeRun(2, MissReason.NO_ROOM))
+    stats = rig.core.stats()
+    assert [tier.hits for tier in stats.tiers] == [14, 2], "those of the leased blocks and of the first lookup"
+    assert (stats.lookup_misses, stats.lookup_keys) == (2 + 4, 14 + 4 + 4)
 
 
 def test_unknown_keys_are_not_searched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +197,7 @@ def test_a_lookup_whose_lease_expires_during_its_wait_has_no_hits() -> None:
     assert lease is not None
     assert lease.pending == 5
     rig.core.tick(2 * FAR)
-    rig.core.lookup_handler.take_back_hits(lease, MissReason.PENDING)
+    rig.core._lookups.take_back_hits(lease, MissReason.PENDING)
     rig.finish_jobs()
     stats = rig.core.stats()
     assert ([tier.hits for tier in stats.tiers], stats.misses_by_reason) == ([0, 0], {MissReason.PENDING: 10})

@@ -8,6 +8,7 @@ from harness.operations import Steps, run_to_end
 from hold_rig import P2D, HoldRig
 
 from kvtier.tiers.core.bulk_eviction import EvictionRequest
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.conversation_tasks import BlockAction
 from kvtier.tiers.core.operations import Operation
 from kvtier.tiers.types import StoreAnswer
@@ -52,6 +53,7 @@ EVENTS = [
     "replay_events",
     "reset",
     "store_skipped",
+    "take_back_hits",
     "take_commands",
     "tick",
     "tier_stalled",
@@ -106,7 +108,7 @@ def started(rig: HoldRig, name: str) -> Operation[object]:
     core._conversations.table.add(conversation, some)
 
     def store() -> Operation[StoreAnswer]:
-        return core.prepare_store(session, new, now=0, lease_seconds=60, slice_keys=2)
+        return core.prepare_store(session, new, StoreSpec(lease_seconds=60), now=0, slice_keys=2)
 
     def completion() -> Operation[object]:
         store_id = run_to_end(store()).store_id
@@ -123,8 +125,8 @@ def started(rig: HoldRig, name: str) -> Operation[object]:
         "complete_store": completion,
         "evict": lambda: core.evict(EvictionRequest([0])).run(),
         "flush": lambda: core.flush(session.namespace.id, some, slice_keys=2),
-        "lookup": lambda: core.lookup(session, some, now=0, lease_seconds=60, slice_keys=2),
-        "prefetch": lambda: core.prefetch(session, some, now=0, slice_keys=2),
+        "lookup": lambda: core.lookup(session, some, LookupSpec(lease_seconds=60), now=0, slice_keys=2),
+        "prefetch": lambda: core.prefetch(session, some, LookupSpec(), now=0, slice_keys=2),
         "prepare_store": store,
         "publish": lambda: core.publish(session, "r", new, range(8), direction=P2D, now=0, slice_keys=2, **sizes),
         "query_shared_tiers": lambda: core.query_shared_tiers(session, some, prefix=False, deadline=0, now=0),

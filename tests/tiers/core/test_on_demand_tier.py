@@ -35,7 +35,7 @@ def _loads(rig: Rig) -> list[LoadFromTier]:
 def test_blocks_that_are_not_located_are_misses() -> None:
     """The tier is not asked, and they do not count as misses of it."""
     rig = _rig()
-    assert rig.look_up(KEYS) == MISS * 3
+    assert rig.look_up(KEYS) == rig.look_up(KEYS, prefix=False) == MISS * 3
     assert not any(isinstance(command, LookupInTier) for command in rig.core.take_commands())
     assert [tier.misses for tier in rig.core.stats().tiers[1:]] == [0]
 

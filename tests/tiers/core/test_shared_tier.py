@@ -377,3 +377,14 @@ def test_lookups_of_a_tenant_drop_no_answers_for_others(monkeypatch: pytest.Monk
     cache.set((bob, keys(10)[0]), there=True, now=20.0)
     cache.tick(20.0)
     assert [name in cache for name in [(alice, keys(0)[0]), (bob, keys(10)[0])]] == [False, True]
+
+
+def test_a_stored_block_is_known_to_be_there() -> None:
+    """The tier is not asked for a block that it has stored a moment ago."""
+    rig = Rig(Shared("far", 1 << 20))
+    rig.store_in_all_tiers(keys(0))
+    rig.core.reset(rig.session)
+    while rig.core.resetting(rig.session):
+        rig.core.work()
+    assert statuses(rig, keys(0)) == PENDING
+    assert questions(rig) == []

@@ -9,6 +9,7 @@ from kvtier.tiers.base import RequestInfo
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.in_flight_stores import Store
 from kvtier.tiers.core.stores import _UNPIN_COST
+from kvtier.tiers.errors import StoreNotFound
 from kvtier.tiers.types import StoreAnswer, StoreId
 
 FAR = 1e9
@@ -40,6 +41,27 @@ def test_a_store_whose_completion_has_begun_does_not_expire(done: int) -> None:
     completion.finish()
     assert rig.look_up(keys(*range(8))) == HIT * 8
     assert not rig.core.stats().quarantined_bytes
+
+
+@pytest.mark.parametrize("done", range(1, 4))
+def test_a_store_may_be_completed_while_it_is_prepared(done: int) -> None:
+    """The client withdraws its grant. The preparation ends; the completion frees the slots."""
+    rig = Rig()
+    everything = free_slots(rig)
+    preparation = begin(rig, keys(*range(12)), 3)
+    for _ in range(3):
+        assert preparation.step()
+    [store] = rig.core._stores.table
+    completion = Steps(rig.core.complete_store(rig.session, store.id, range(len(store.blocks)), slice_blocks=2))
+    for _ in range(done):
+        assert completion.step()
+    with pytest.raises(StoreNotFound):
+        preparation.step()
+    assert rig.core._stores.table.is_open(store), "the completion goes on"
+    completion.finish()
+    while rig.core.work():
+        pass
+    assert (free_slots(rig), list(rig.core._cpu_tier._index)) == (everything, [])
 
 
 @pytest.mark.parametrize("request_id", ["", "mine"])

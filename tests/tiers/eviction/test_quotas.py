@@ -125,6 +125,21 @@ def test_a_tenant_without_evictable_blocks_is_searched_once(monkeypatch: pytest.
     assert answer.statuses == bytes([StoreStatus.GRANTED]) * 4
 
 
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_tenant_at_its_limit_leaves_older_blocks_of_others(group: int) -> None:
+    """It evicts its own in each tier, also if a block of another size needs room."""
+    both = Tenant("alice", b"a" * 16, {}, {CPU_TIER: EXTENT, "disk": 2 * EXTENT})
+    rig = Rig(both, tiers=[ModelTier("disk", ROOMY)], extents=8)
+    rig.store("bob", range(48))  # more than the limit of the other tenant
+    rig.store("alice", range(32))
+    rig.store("alice", range(100, 103), group=group)
+    fresh = set(keys(range(100, 103), group=group))
+    for others, own in ((rig.visible("bob"), rig.visible("alice")), (rig.below("bob"), rig.below("alice"))):
+        assert others == set(keys(range(48)))
+        assert fresh <= own
+    assert rig.share("alice").used <= EXTENT
+
+
 def test_a_tenant_at_its_limit_evicts_its_own_blocks() -> None:
     """Also if the tier has free space."""
     disk = ModelTier("disk", ROOMY)

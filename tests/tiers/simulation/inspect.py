@@ -1,4 +1,4 @@
-"""The only module that reads private state of the core."""
+"""Reads private state of the core. Only this module and `books` do."""
 
 from __future__ import annotations
 
@@ -390,7 +390,13 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "publications": core._handoffs._publications,
         "blocks to unpin": unpins(core),
         "number of pins of ended holds": core._handoffs._ended_pins,
+        "items of tenants": core._lookups.leases._tenant_items,
+        "leases by grant": core._lookups.leases.by_grant,
         "stores": core._stores.table._stores,
+        "stores by grant": core._stores.table.by_grant,
+        "stores of tenants": core._stores.table._per_tenant,
+        "open requests": core._requests._open,
+        "awaited blocks": core._requests._awaited,
         "quarantine": core._stores.table._quarantine,
         "sessions": core._sessions,
         "requests": core._requests._requests,

@@ -9,6 +9,7 @@ from itertools import chain
 from kvtier.tiers.types import tenant_of
 
 from . import inspect as inside
+from .books import books
 from .guarantees import check_conversations, check_quotas, check_retained, check_ttl
 from .held import check_held, check_private
 from .model import Invariant, Violation, label
@@ -80,6 +81,18 @@ def _leased(world: World) -> None:
     granted, found = inside.granted_bytes(world.core)
     if granted != found:
         raise Violation(Invariant.LEASED, "the bytes of the slots of stores do not add up")
+
+
+def _books(world: World) -> None:
+    """Counts and indexes that the core keeps equal what they are derived from.
+
+    A wrong one stays wrong, so that a check in each fourth step finds it.
+    """
+    if world.steps % 4:
+        return
+    for name, kept, found in books(world.core, world.core_view):
+        if kept != found:
+            raise Violation(Invariant.BOOKS, f"{name}: {kept} is kept, {found} is right")
 
 
 def _owners(world: World) -> None:
@@ -248,6 +261,7 @@ CHECKS: dict[Invariant, Callable[[World], None]] = {
     Invariant.LEASED: _leased,
     Invariant.SLOTS: _slots,
     Invariant.OWNERS: _owners,
+    Invariant.BOOKS: _books,
     Invariant.JOBS: _jobs,
     Invariant.CAPACITY: _capacity,
     Invariant.BYTES: _bytes,

@@ -183,6 +183,7 @@ class Invariant(enum.StrEnum):
     PINS = "no pinned block evicted"
     LEASED = "the bytes that leases pin add up"
     OWNERS = "no lease without owner"
+    BOOKS = "kept counts and indexes are right"
     JOBS = "every job ends once"
     APART = "one job at a time on a block"
     CAPACITY = "tiers within capacity"

@@ -446,6 +446,20 @@ MUTANTS = (
         "        for block in blocks:\n            block.pins = 1\n            self._cpu_tier.unpin([block])\n\n    def _charge",
     ),
     Mutant(
+        "a block that could not be loaded stays a hit of its lease",
+        Invariant.BOOKS,
+        "core/leases.py",
+        "                lease.hits -= 1\n",
+        "",
+    ),
+    Mutant(
+        "the pending items of an ended lease stay counted",
+        Invariant.BOOKS,
+        "core/leases.py",
+        "LEASE_COST + len(lease.items) + PENDING_COST * lease.pending\n        if",
+        "LEASE_COST + len(lease.items)\n        if",
+    ),
+    Mutant(
         "a lost hit counts as leased",
         Invariant.LEASED,
         "core/leases.py",

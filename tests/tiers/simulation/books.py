@@ -1,0 +1,127 @@
+"""Counts and indexes of the core that repeat other state, with what they should be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from kvtier.tiers.core.leases import LEASE_COST, PENDING_COST
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.types import tenant_of
+
+from .inspect import CoreView
+
+__all__ = ["books"]
+
+
+def books(core: TierManager, core_view: CoreView) -> Iterator[tuple[str, Any, Any]]:
+    """Yields a name, the value that the core keeps, and the value recomputed from other state."""
+    yield from _leases(core)
+    yield from _stores(core)
+    yield from _requests(core)
+    yield from _holds(core)
+    yield from _room(core)
+    yield from _slots(core, core_view)
+
+
+def _leases(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
+    table = core._lookups.leases
+    items, tenant_items = Counter[bytes](), Counter[bytes]()
+    by_session: dict[Any, set[Any]] = {}
+    by_request: dict[Any, set[Any]] = {}
+    waiting: dict[Any, dict[Any, list[int]]] = {}
+    for lease in table:
+        pending = [item for item, block in enumerate(lease.items) if block is not None and not block.ready]
+        yield f"pending items of lease {lease.id}", lease.pending, len(pending)
+        yield f"hits of lease {lease.id}", lease.hits, len(lease.items) - lease.items.count(None)
+        for item in pending:
+            waiting.setdefault(lease.items[item], {}).setdefault(lease, []).append(item)
+        owner = lease.owner
+        items[owner.session_id] += LEASE_COST + len(lease.items)
+        tenant_items[tenant_of(owner.engine[0])] += LEASE_COST + len(lease.items) + PENDING_COST * len(pending)
+        by_session.setdefault(owner.session_id, set()).add(lease)
+        by_request.setdefault((owner.engine, owner.request_id), set()).add(lease)
+    yield "items of sessions", table._items, items
+    yield "items of tenants", table._tenant_items, tenant_items
+    yield "leases by session", {key: set(leases) for key, leases in table._by_session.items()}, by_session
+    yield "leases by request", {key: set(leases) for key, leases in table._by_request.items()}, by_request
+    yield "leases by grant", table.by_grant, {each.owner.grant: each for each in table if each.owner.grant_id}
+    yield "leases that wait", table._waiting, waiting
+
+
+def _stores(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
+    table = core._stores.table
+    owners = [(store.id, store.owner.engine, store.owner.grant) for store in table]
+    owners += [(store_id, entry.engine, entry.grant) for store_id, entry in table._quarantine.items()]
+    yield "stores of tenants", table._per_tenant, Counter(tenant_of(engine[0]) for _, engine, _ in owners)
+    yield "stores by grant", table.by_grant, {grant: store_id for store_id, _, grant in owners if grant[1]}
+
+
+def _requests(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
+    table = core._requests
+    awaited, waits = Counter[str](), dict[Any, set[Any]]()
+    for block, requests in table._waiting.items():
+        for request in requests:
+            awaited[request.session.tenant] += 1
+            waits.setdefault(request, set()).add(block)
+    yield "awaited blocks", table._awaited, awaited
+    known = {*table._requests.values(), *waits}
+    yield "waiting requests", {each: each.waiting for each in known if each.waiting}, waits
+    begun: dict[Any, set[str]] = {}
+    for request in table._requests.values():
+        if not request.finished:
+            begun.setdefault(request.session.id, set()).add(request.id)
+    kept = {session.id: session.requests for session in core._sessions.values() if session.requests}
+    yield "requests of sessions", kept, begun
+    still = Counter(request.session.tenant for request in known if not request.ended)
+    yield "open requests", still - table._open, Counter()  # replaced ones may wait for stores
+
+
+def _holds(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
+    table = core._handoffs._table
+    tenants, items, names = Counter[str](), Counter[str](), Counter[Any]()
+    for hold in table:
+        waited = [numbers[hold] for numbers in table._waiting.values() if hold in numbers]
+        yield f"awaited items of {hold.name}", hold.awaited, sum(map(len, waited))
+        tenants[hold.tenant] += 1
+        items[hold.tenant] += len(hold.keys) + PENDING_COST * hold.awaited
+        names[tenant_of(hold.name[0]), *hold.name[1:]] += 1
+    yield "holds of tenants", table._per_tenant, tenants
+    yield "items of holds", table._items, items
+    yield "holds by name", table._per_name, names
+
+
+def _room(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
+    room = core._lookups.room
+    tenants = Counter[bytes]()
+    for line in room._lines.values():
+        waiters = set[Any]()
+        for tenant, sessions in line.tenants.items():
+            for own in sessions.values():
+                tenants[tenant] += len(own)
+                waiters.update(own)
+        yield "the head of a line waits", line.head in waiters, True
+        yield "heads that gave up wait", line.in_vain - waiters, set()
+    yield "waiting lookups of tenants", room._per_tenant, tenants
+
+
+def _slots(core: TierManager, core_view: CoreView) -> Iterator[tuple[str, Any, Any]]:
+    cpu_tier = core._cpu_tier
+    memory, owners, used = cpu_tier.memory, dict[int, Any](), Counter[str]()
+    for block in core_view.blocks:
+        slots = [slot for slot in block.slots if slot is not None]
+        owners |= dict.fromkeys(slots, block)
+        used[block.queue.share.name] += block.queue.size_class * len(slots)
+    for offset, share in cpu_tier._detached.items():
+        used[share.name] += memory.extent_at(offset).slot_bytes
+    yield "owners of slots", cpu_tier._owners, owners
+    yield "used bytes", +Counter({share.name: share.used for share in cpu_tier.queues.shares}), +used
+    with_room: dict[int, set[Any]] = {}
+    for extent in memory._extents.values():
+        yield f"slots of {extent.offset}", extent.used + len(extent.free), len(memory.slots_of(extent))
+        if extent.free:
+            with_room.setdefault(extent.slot_bytes, set()).add(extent)
+    yield "extents with room", {size: set(extents) for size, extents in memory._with_room.items()}, with_room
+    unclaimed = [extent for extent in memory._extents.values() if not extent.slot_bytes]
+    yield "unclaimed extents", (set(memory._unclaimed), len(memory._unclaimed)), (set(unclaimed), len(unclaimed))
