@@ -84,7 +84,9 @@ class Lookup(Call):
             self.lookup = inside.state_of(self.operation, "lookup")
         lookup, must = self._state, self.world.must
         if self.record is not None and not self._is_leased(self.record):
+            uncounted = len(self.keys) - lookup.position + len(lookup.retries)
             more = self._look_up()
+            self._lose(self.record, uncounted)
             must(Invariant.OWNERS, not more and lookup.answer().lease is None, "a lookup continues without its lease")
             self.world.saw("lookups lost their lease")
             return False
@@ -180,6 +182,15 @@ class Lookup(Call):
         if counted and record not in ledger.waiting:
             ledger.waiting.append(record)
         record.pending += counted
+
+    def _lose(self, record: LeaseRecord, uncounted: int) -> None:
+        """The lease has ended: the hits of the earlier slices are misses, as all other keys."""
+        ledger = self.world.ledger
+        for block, source in zip(record.lease.items, record.lease.sources, strict=True):
+            if block is not None:
+                ledger.hits[source] -= 1
+                ledger.misses += 1
+        ledger.misses += uncounted
 
     def _fall_short(self, lease: BlockLease, start: int) -> None:
         """There are fewer hits than `min_hits`: the lease has ended, and its hits are misses."""
