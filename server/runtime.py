@@ -228,7 +228,7 @@ class TierRuntime:
 
     def _begin_queued_stores(self) -> int:
         """Starts the stores that wait for more blocks; returns the number of jobs that run."""
-        self.core.hurry()
+        self.core.flush_queues()
         self.run_commands()
         return sum(worker.jobs for worker in self._workers if not worker.stalled)
 

@@ -125,7 +125,7 @@ _GRPC_OPTIONS = [
     # a burst of one tenant cancelled a fifth of the calls of another one.
     ("grpc.server.max_pending_requests", 4_096),
     ("grpc.server.max_pending_requests_hard_limit", 4_096),
-    # Otherwise each stream may get megabytes before its call asks for them: see `Receptions`.
+    # Otherwise each stream may get megabytes before its call asks for them: see `InFlightLimiter`.
     ("grpc.http2.bdp_probe", 0),
 ]
 

@@ -168,7 +168,7 @@ class LoadPlanner:
         if lookup is None:
             return 0
         if lookup.found is None:
-            return None if now < lookup.deadline else self._give_up(state, lookup)
+            return None if now < lookup.deadline else self._abandon(state, lookup)
         state.offered_from = computed_tokens
         return max(0, lookup.found.hit_tokens - computed_tokens)
 
@@ -211,10 +211,10 @@ class LoadPlanner:
             return False
         return now - lookup.answered_at > self._options.hit_lifetime_s
 
-    def _give_up(self, state: OffloadRequest, lookup: Lookup) -> int:
+    def _abandon(self, state: OffloadRequest, lookup: Lookup) -> int:
         state.lookup, state.compute_only = None, True
         del self._lookups[lookup.number]
-        self._server.give_up_lookup(lookup.number)
+        self._server.abandon_lookup(lookup.number)
         return 0
 
     def _unpin(self, lookup: Lookup | None) -> None:

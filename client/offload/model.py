@@ -243,7 +243,7 @@ class OffloadServer(Protocol):
     def drop_lookup(self, lookup: LookupId) -> None:
         """Cancels a lookup: the adapter reports no result and unpins the blocks that it found."""
 
-    def give_up_lookup(self, lookup: LookupId) -> None:
+    def abandon_lookup(self, lookup: LookupId) -> None:
         """Cancels a lookup that timed out, in the same way as ``drop_lookup``."""
 
     def end_request(self, request: EngineRequest) -> None:

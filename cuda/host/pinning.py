@@ -99,7 +99,7 @@ class Pinning:
                 self._pinned[offset] = length
             return True
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Pins no more chunks, because the driver refused one. Pinned chunks stay pinned."""
         self._refused = True
 

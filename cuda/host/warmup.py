@@ -56,6 +56,6 @@ def _pin(pinning: Pinning, chunks: Sequence[_Chunk], refused: Callable[[PinError
     try:
         return [chunk for chunk in chunks if not pinning.pin(*chunk)]
     except PinError as error:
-        pinning.give_up()
+        pinning.abandon()
         refused(error)
         return []

@@ -42,7 +42,7 @@ from .messages import (
     Detached,
     End,
     Granted,
-    Greeting,
+    Handshake,
     Moved,
     Refusal,
     ToChild,
@@ -125,9 +125,9 @@ class BulkBroker:
             self._observe(_METHODS[stream.push], "UNAVAILABLE", self._runtime.now() - stream.began_at)
             self._remove(stream)
 
-    def handle(self, message: Greeting | Begin | Moved | Damaged | Detached | End) -> None:
-        if isinstance(message, Greeting):
-            self._greet(message)
+    def handle(self, message: Handshake | Begin | Moved | Damaged | Detached | End) -> None:
+        if isinstance(message, Handshake):
+            self._handshake(message)
             return
         if isinstance(message, Begin):
             self._begin(message)
@@ -164,7 +164,7 @@ class BulkBroker:
             if stream.ref.session_id == session_id:
                 self._refuse(stream, "UNKNOWN_SESSION", "the session has ended")
 
-    def _greet(self, message: Greeting) -> None:
+    def _handshake(self, message: Handshake) -> None:
         try:
             session = self._authenticate(message.caller)
         except Refused as error:

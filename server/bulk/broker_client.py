@@ -28,7 +28,7 @@ from .messages import (
     End,
     FromChild,
     Granted,
-    Greeting,
+    Handshake,
     Listening,
     Moved,
     Ping,
@@ -171,9 +171,9 @@ class Stream:
         if self._refusal is not None:
             raise Refused(self._refusal.reason, self._refusal.text)
 
-    def greet(self) -> str:
+    def handshake(self) -> str:
         """Asks the server to accept the connection; returns its tenant. Raises `Refused`."""
-        self._broker.send(Greeting(self.number, self._caller))
+        self._broker.send(Handshake(self.number, self._caller))
         answer = self._wait()
         return answer.tenant if isinstance(answer, Accepted) else ""
 

@@ -18,7 +18,7 @@ __all__ = [
     "End",
     "FromChild",
     "Granted",
-    "Greeting",
+    "Handshake",
     "Listening",
     "Moved",
     "Ping",
@@ -66,7 +66,7 @@ class Refusal(_Message, frozen=True):
 
 
 class Accepted(_Message, frozen=True):
-    """Positive answer to a `Greeting`."""
+    """Positive answer to a `Handshake`."""
 
     stream: int
     tenant: str
@@ -104,7 +104,7 @@ class Caller(msgspec.Struct, frozen=True, array_like=True):
     """Whether the client came over a Unix socket."""
 
 
-class Greeting(_Message, frozen=True):
+class Handshake(_Message, frozen=True):
     """Asks whether a new connection is accepted. The answer is Accepted or Refusal."""
 
     stream: int
@@ -160,7 +160,7 @@ class End(_Message, frozen=True):
 
 
 ToChild: TypeAlias = Setup | Granted | Refusal | Accepted | Committed | Ping
-FromChild: TypeAlias = Listening | Pong | Greeting | Begin | Moved | Damaged | Detached | End
+FromChild: TypeAlias = Listening | Pong | Handshake | Begin | Moved | Damaged | Detached | End
 
 _encoder = msgspec.msgpack.Encoder()
 _to_child = msgspec.msgpack.Decoder(ToChild)

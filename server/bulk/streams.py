@@ -166,12 +166,12 @@ class StreamServer:
             names = certificate_names(secure.peer_certificate)
         hello = connection.read(frames.HELLO_BYTES)
         token = connection.read(frames.unpack_hello(hello).token_bytes)
-        return self._greet(connection, hello + token, names, is_local=False)
+        return self._handshake(connection, hello + token, names, is_local=False)
 
     def _accept_local(self, connection: Connection, hello: bytes) -> _Client | None:
-        return self._greet(connection, hello, [], is_local=True)
+        return self._handshake(connection, hello, [], is_local=True)
 
-    def _greet(self, connection: Connection, hello: bytes, names: list[str], *, is_local: bool) -> _Client | None:
+    def _handshake(self, connection: Connection, hello: bytes, names: list[str], *, is_local: bool) -> _Client | None:
         """Asks the server to accept a client, and answers the hello. None: refused."""
         fields = frames.unpack_hello(hello[: frames.HELLO_BYTES])
         token = hello[frames.HELLO_BYTES :].decode("ascii") or None
@@ -180,7 +180,7 @@ class StreamServer:
             return None
         stream = self._broker.open(caller, connection.shutdown)
         try:
-            place = self._places.take(stream.greet(), connection.shutdown)
+            place = self._places.take(stream.handshake(), connection.shutdown)
         except Refused as error:
             connection.send([_refusal(fields.number, error)])
             return None

@@ -189,7 +189,7 @@ class BulkProcess:
         try:
             self._send(self._setup())
             self._broker.connected(self._send)
-            await child.hung_up()
+            await child.disconnected()
         finally:
             self._child = self._handover = None
             # The child must have ended before the broker frees the slots for other stores.

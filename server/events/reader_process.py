@@ -93,7 +93,7 @@ class ReaderProcess:
             self._restarts.serves()
             _log.info("events are published", address=self._config.publish, pid=child.pid)
             tasks = [asyncio.ensure_future(each) for each in (publish(), self._send_keys(child))]
-            await child.hung_up()
+            await child.disconnected()
         finally:
             for task in tasks:
                 task.cancel()

@@ -131,7 +131,7 @@ class EventWatch:
                     events = replay.step(self._slice)
                 except EventsLost:
                     return
-                stalled = loop.call_later(_STALLED_SECONDS, _give_up, replay, release)
+                stalled = loop.call_later(_STALLED_SECONDS, _abandon, replay, release)
                 try:
                     if phase is WatchPhase.BEGIN or events:
                         yield WatchStep(phase, events, None)
@@ -142,7 +142,7 @@ class EventWatch:
                     stalled.cancel()
 
 
-def _give_up(replay: EventReplay, lock: contextlib.ExitStack) -> None:
+def _abandon(replay: EventReplay, lock: contextlib.ExitStack) -> None:
     replay.abandon()
     lock.close()
 

@@ -132,7 +132,7 @@ class Peer:
         self._mechanism = mechanism
         self._socket_types = socket_types
         self._received = bytearray()
-        self._is_greeted = False
+        self._has_greeting = False
         self._message: list[bytes] = []
 
     def receive(self, data: bytes) -> Iterator[list[bytes]]:
@@ -141,7 +141,7 @@ class Peer:
         Raises ProtocolError.
         """
         self._received += data
-        if not self._is_greeted and not self._greet():
+        if not self._has_greeting and not self._read_greeting():
             return
         while (frame := self._next_frame()) is not None:
             if not self.is_ready:
@@ -162,7 +162,7 @@ class Peer:
         """Returns the bytes of frames for this peer."""
         return b"".join(wire_of(self._mechanism.seal(frame)) for frame in frames)
 
-    def _greet(self) -> bool:
+    def _read_greeting(self) -> bool:
         received = self._received
         expected = _SIGNATURE[:1]
         if received[: len(expected)] != expected or (len(received) > 9 and not received[9] & 1):
@@ -175,7 +175,7 @@ class Peer:
         if received[12:32].rstrip(b"\0") != name:
             raise ProtocolError("another security mechanism")
         del received[:_GREETING_BYTES]
-        self._is_greeted = True
+        self._has_greeting = True
         if body := self._mechanism.begin():
             self._send_command(body)
         return True

@@ -74,8 +74,8 @@ class PeerTier(SecondaryTier):
     ) -> None:
         """Adds the blocks of a lease. `bytes_of` returns the size of a key's block."""
         self._loop = asyncio.get_running_loop()
-        self.give_up(self._outdated())
-        self.give_up((namespace, key) for key in lease.items)
+        self.abandon(self._outdated())
+        self.abandon((namespace, key) for key in lease.items)
         with self._lock:
             lease.left += len(lease.items)
             for key, item in lease.items.items():
@@ -85,7 +85,7 @@ class PeerTier(SecondaryTier):
                 self._located_bytes += located.nbytes
                 self._bytes_of_tenant[located.tenant] += located.nbytes
 
-    def give_up(self, names: Iterable[Name]) -> None:
+    def abandon(self, names: Iterable[Name]) -> None:
         """Drops located blocks whose load has not begun."""
         names = list(names)
         with self._lock:

@@ -143,7 +143,7 @@ class PeerSources:
         """Gives up located blocks that the lookup did not begin to load."""
         if located.keys and self._tier is not None:
             unused = self._core.withdraw(self._number, session, located.keys)
-            self._tier.give_up((session.namespace.id, key) for key in unused)
+            self._tier.abandon((session.namespace.id, key) for key in unused)
 
     async def sweep(self) -> None:
         """Ends idle sessions and connections, until the task is cancelled.

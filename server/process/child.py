@@ -95,7 +95,7 @@ class Child:
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter  # without this reference the transport would close
         self._transport: asyncio.WriteTransport
-        self._hung_up: asyncio.Future[None] | None = None
+        self._disconnected: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -138,9 +138,9 @@ class Child:
             self._reader, self._writer = await asyncio.open_unix_connection(sock=connection)
             self._transport = self._writer.transport
         else:
-            self._hung_up = hung_up = loop.create_future()
+            self._disconnected = disconnected = loop.create_future()
             self._transport, _ = await loop.create_unix_connection(
-                lambda: _Receiver(take, self._on_invalid, hung_up), sock=connection
+                lambda: _Receiver(take, self._on_invalid, disconnected), sock=connection
             )
         self._tasks.append(loop.create_task(self._log_stderr()))
 
@@ -165,10 +165,10 @@ class Child:
         except ValueError as error:
             self._on_invalid(error)
 
-    async def hung_up(self) -> None:
+    async def disconnected(self) -> None:
         """Waits until a child with `take` has closed the socket or sent an invalid message."""
-        assert self._hung_up is not None
-        await asyncio.shield(self._hung_up)
+        assert self._disconnected is not None
+        await asyncio.shield(self._disconnected)
 
     def _on_invalid(self, error: Exception) -> None:
         _log.error("a child process sent an invalid message", child=self.name, error=str(error))

@@ -142,18 +142,18 @@ class AttachServer:
             try:
                 with self._new.counting(connection.getpeername()[0], partial(_shut_down, connection)):
                     async with asyncio.timeout(_HANDSHAKE_SECONDS):
-                        transport, hello, token = await self._greet(connection)
+                        transport, hello, token = await self._handshake(connection)
             except (OSError, ValueError) as error:
                 _log.debug("a connection for calls was refused", error=str(error) or type(error).__name__)
             else:
                 await self._serve_calls(transport, hello, token, via_tcp=True)
 
-    async def _greet(self, connection: socket.socket) -> tuple[asyncio.Transport, Hello, str | None]:
+    async def _handshake(self, connection: socket.socket) -> tuple[asyncio.Transport, Hello, str | None]:
         """Performs the TLS handshake, if TLS is configured, and returns hello and token."""
         tls = self._access.tls.current() if self._access.tls is not None else None
-        transport, greeting = await asyncio.get_running_loop().connect_accepted_socket(_Greeting, connection, ssl=tls)
+        transport, handshake = await asyncio.get_running_loop().connect_accepted_socket(_Handshake, connection, ssl=tls)
         try:
-            hello, token = await greeting.received
+            hello, token = await handshake.received
         except BaseException:
             transport.abort()
             raise
@@ -243,7 +243,7 @@ def _shut_down(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-class _Greeting(asyncio.BufferedProtocol):
+class _Handshake(asyncio.BufferedProtocol):
     """Reads the hello of a connection, also through TLS. Its buffer bounds what it accepts."""
 
     def __init__(self) -> None:

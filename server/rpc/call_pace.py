@@ -10,7 +10,7 @@ import asyncio
 import random
 
 from ..refused import Refused
-from .receptions import GrpcCaller
+from .in_flight_limits import GrpcCaller
 
 __all__ = ["CallPace"]
 

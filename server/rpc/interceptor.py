@@ -22,7 +22,15 @@ from ..refused import Refused
 from ..telemetry.logs import get_logger
 from ..telemetry.tracing import Tracing
 from .call_pace import CallPace
-from .receptions import LOCAL_OR_REMOTE, PUBLIC, GrpcCaller, Receptions, RefusalPace, RunningRequests, StreamShares
+from .in_flight_limits import (
+    LOCAL_OR_REMOTE,
+    PUBLIC,
+    GrpcCaller,
+    InFlightLimiter,
+    RefusalPace,
+    RunningRequests,
+    StreamShares,
+)
 from .request_checks import RefusingBounds
 from .slice_scheduler import GRPC_SECONDS, Account, SliceScheduler
 
@@ -102,13 +110,13 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         self._turns = turns
         self._check_rate = check_rate
         # Callers over TCP take no place of the Unix socket, and no place of a health check.
-        self._receptions = {
-            (is_local, public): Receptions(PUBLIC if public else LOCAL_OR_REMOTE)
+        self._in_flight = {
+            (is_local, public): InFlightLimiter(PUBLIC if public else LOCAL_OR_REMOTE)
             for is_local in (True, False)
             for public in (True, False)
         }
         self._running = {is_local: RunningRequests(_RUNNING_BYTES) for is_local in (True, False)}
-        self._paces = {key: CallPace() for key in self._receptions}
+        self._paces = {key: CallPace() for key in self._in_flight}
         self._streams: dict[tuple[bool, str], StreamShares] = {}
 
     async def intercept_service(
@@ -135,7 +143,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
     def wrap(self, method: str, handler: Any, *, via_grpc: bool = False) -> Any:
         """Wraps a handler. `method` is the handler's name in metrics and log.
 
-        `via_grpc`: the wrapper counts streams, and receives a single request with `Receptions`.
+        `via_grpc`: the wrapper counts streams, and an `InFlightLimiter` receives a single request.
         """
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behavior = getattr(handler, kind)
@@ -179,7 +187,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         if receives:
             # Streams have other limits. Their requests are small, and are not kept.
             running = None if streams or place[1] else self._running[is_local]
-            request = await self._receptions[place].receive(context, caller, running, outcome.counted)
+            request = await self._in_flight[place].receive(context, caller, running, outcome.counted)
             outcome.received()
         return request
 

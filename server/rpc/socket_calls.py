@@ -28,8 +28,8 @@ from ...protos.wire.socket_frames import (
 )
 from ..auth.roles import OWNER, Identity
 from ..telemetry.logs import get_logger
+from .in_flight_limits import MessageBudget
 from .interceptor import RefusalInterceptor
-from .receptions import MessageBudget
 from .slice_scheduler import Account, SliceScheduler
 
 __all__ = ["SocketCallServer"]

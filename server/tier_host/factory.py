@@ -85,14 +85,14 @@ async def open_on_thread(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
     return await asyncio.wrap_future(opened)
 
 
-def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
+def open_tier(config: TierConfig, *, repair: bool = True) -> SecondaryTier:
     """Opens a tier. If a file of one of kvtier's own tiers is damaged, the tier moves it aside.
 
-    With `mend=False` the tier raises `TierDamagedError` instead. Classes outside kvtier do not get
-    `mend`. Raises TierError, which names the tier, if the tier cannot be opened.
+    With `repair=False` the tier raises `TierDamagedError` instead. Classes outside kvtier do not
+    get `repair`. Raises TierError, which names the tier, if the tier cannot be opened.
     """
     try:
-        arguments = _remote_arguments(config) if config.is_remote else _local_arguments(config, mend=mend)
+        arguments = _remote_arguments(config) if config.is_remote else _local_arguments(config, repair=repair)
         tier = tier_class(config)(name=config.name, size_bytes=config.size, **arguments)
         _check(tier, config)
         if config.rules is not None:
@@ -108,8 +108,8 @@ def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
     return tier
 
 
-def _local_arguments(config: TierConfig, *, mend: bool) -> dict[str, Any]:
-    leave: dict[str, Any] = {} if mend or config.is_custom else {"mend": False}
+def _local_arguments(config: TierConfig, *, repair: bool) -> dict[str, Any]:
+    leave: dict[str, Any] = {} if repair or config.is_custom else {"repair": False}
     return {"directory": config.path, "durability": config.durability, **leave, **config.options}
 
 

@@ -131,7 +131,7 @@ def _open_or_repair(config: TierConfig, report: TierReport, *, repair: bool) -> 
     """Opens a tier; closes it after the `with` block. Yields None if damage is not repaired."""
     tier = None
     try:
-        tier = open_tier(config, mend=False)
+        tier = open_tier(config, repair=False)
     except TierDamagedError as error:
         report.damage = f"{error}"
         if repair:

@@ -1,1 +1,5 @@
-../../__init__.py
+"""kvtier: a tiered home for the KV cache of LLM inference engines."""
+
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"

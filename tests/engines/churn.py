@@ -158,7 +158,7 @@ def main() -> None:
         "preemptions": counters["vllm:num_preemptions"],
         "external_hits": counters["vllm:external_prefix_cache_hits"],
         "failed_loads": live.failed_loads,
-        "given_up": live.given_up,
+        "abandoned": live.abandoned,
         "not_stored": live.not_stored,
     }
     print("churn:", counts)

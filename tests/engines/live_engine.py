@@ -36,7 +36,7 @@ class LiveEngine:
         self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.moments: dict[str, Callable[[], None]] = {}
-        self.given_up = self.failed_loads = self.not_stored = 0
+        self.abandoned = self.failed_loads = self.not_stored = 0
         if self.scheduler.connector is not None:
             self._watch(self.scheduler.connector)
 
@@ -154,7 +154,7 @@ class LiveEngine:
     def _watch(self, connector: Any) -> None:
         """Wraps the connector's hooks with the moments and the counts."""
         _before(connector, "on_new_request", lambda *_: self._at("asking"))
-        _after(self.side._server, "give_up_lookup", lambda *_: self._count("given_up", 1))
+        _after(self.side._server, "abandon_lookup", lambda *_: self._count("abandoned", 1))
 
         def allocated(_: Any, __: Any, ___: Any, external_tokens: int) -> None:
             if external_tokens:

@@ -68,7 +68,7 @@ def _generate(
                 _run([*act["command"], str(os.getpid())])
 
         live.moments = {act["when"]: once}
-    before, known = live.counters(), (live.given_up, live.failed_loads, live.not_stored)
+    before, known = live.counters(), (live.abandoned, live.failed_loads, live.not_stored)
     start, outputs = time.perf_counter(), []
     for number, prompt in enumerate(prompts):
         live.add(f"{name}/{number}", prompt, max_tokens)
@@ -84,7 +84,7 @@ def _generate(
         "name": name,
         "acted": bool(acted),
         "seconds": seconds,
-        "given_up": live.given_up - known[0],
+        "abandoned": live.abandoned - known[0],
         "failed_loads": live.failed_loads - known[1],
         "not_stored": live.not_stored - known[2],
         "external_hits": after["vllm:external_prefix_cache_hits"] - before["vllm:external_prefix_cache_hits"],
@@ -97,10 +97,10 @@ def _find(live: LiveEngine, status: list[str], *, forget: bool, **step: Any) -> 
     """Generates stored prompts once the server answers lookups in time again."""
     for number in range(QUESTIONS):
         _meet(live, status)
-        late = live.given_up
+        late = live.abandoned
         live.add(f"is it there? {number}", step["prompts"][0], 1, salt=f"{step['name']} {number}")
         live.run()
-        if live.given_up == late:
+        if live.abandoned == late:
             break
     if forget:
         _forget(live)

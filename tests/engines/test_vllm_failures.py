@@ -131,7 +131,7 @@ def test_an_engine_goes_on(reference: dict[str, Any], lives: Lives, mode: str, d
     assert result["acted"], "it did not happen"
     same(reference, [NEW[deed, moment], *PROMPTS], result)
     assert result["seconds"] < HUNG_SECONDS
-    assert result["given_up"] <= len(result["rows"]), "no request waits for a second lookup"
+    assert result["abandoned"] <= len(result["rows"]), "no request waits for a second lookup"
 
 
 @EACH
@@ -168,9 +168,9 @@ def test_saves_that_hang_or_die_are_reported(lives: Lives, mode: str) -> None:
 
 def test_a_hang_is_waited_out_once(lives: Lives) -> None:
     """One timeout for the lookups in flight, and no lookups until the server answers."""
-    assert lives("eager")["hang asking"]["given_up"] > 0
+    assert lives("eager")["hang asking"]["abandoned"] > 0
     for moment in ("loading", "decoding"):
-        assert lives("eager")[f"hang {moment}"]["given_up"] == 0, moment
+        assert lives("eager")[f"hang {moment}"]["abandoned"] == 0, moment
 
 
 @BOTH

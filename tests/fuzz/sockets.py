@@ -113,7 +113,7 @@ class _Script:
         """Numbers and methods of the calls without an answer yet."""
         self._last_call = _FIRST_CALL
         self._reason: str | None = None
-        self._is_greeted = False
+        self._has_greeting = False
         self._in_push = self._is_damaged = False
         self._oks = 0
         self._most_oks: float = math.inf if self._fault is Fault.BYTES else 0
@@ -275,13 +275,13 @@ class _Script:
         """Checks the number in a frame of the server, unless arbitrary bytes were sent before."""
         if self._most_oks == math.inf:
             return
-        expected = _FIRST_CALL if not self._is_greeted else self._calls[0][0] if self._calls else None
+        expected = _FIRST_CALL if not self._has_greeting else self._calls[0][0] if self._calls else None
         if number != expected:
             raise Broken(f"the server sends a frame of call {number} instead of {expected}")
 
     def _check_answer(self, code: int, message: bytes) -> int:
-        if not self._is_greeted:
-            self._is_greeted = True
+        if not self._has_greeting:
+            self._has_greeting = True
             method = None
         else:
             method = self._calls.popleft()[1] if self._calls else None

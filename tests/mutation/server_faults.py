@@ -10,7 +10,7 @@ _CACHE = "server/services/cache.py"
 _TRANSFER = "server/services/transfer.py"
 _DEVICES = "server/services/devices.py"
 _SESSIONS = "server/rpc/sessions.py"
-_RECEPTIONS = "server/rpc/receptions.py"
+_IN_FLIGHT_LIMITS = "server/rpc/in_flight_limits.py"
 _SOCKETS = "server/rpc/socket_calls.py"
 _STREAMS = "server/bulk/streams.py"
 _BROKER = "server/bulk/broker.py"
@@ -148,7 +148,7 @@ SERVER_FAULTS = (
     ),
     Fault(
         "connections that wait for memory wait for ever",
-        _RECEPTIONS,
+        _IN_FLIGHT_LIMITS,
         "for each in self._waiting if nbytes else ():",
         "for each in ():",
     ),

@@ -111,9 +111,9 @@ class Durability:
         """
         self._transfers.cascade(self._cpu_tier.skipped_blocks(), None, even_if_busy=True)
 
-    def hurry(self) -> None:
+    def flush_queues(self) -> None:
         """Starts the stores that wait for more blocks."""
-        self._transfers.hurry()
+        self._transfers.flush_queues()
 
     def of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
         if self._residency.is_durable(namespace, key):
@@ -184,12 +184,12 @@ class CompletionHandler:
     def tier_stalled(self, tier: int, *, stalled: bool) -> None:
         """Called when a tier stalls or recovers. Clients do not wait for loads of a stalled one."""
         change = self._transfers.stall(tier, stalled=stalled)
-        for block in change.given_up:
+        for block in change.abandoned:
             self._history.record(block.namespace, block.key, MissReason.LOAD_FAILED)
             block.promoting = False
             self._cpu_tier.unlink(block)
-        self.settle(change.given_up)
+        self.settle(change.abandoned)
         for request in change.acknowledged:
             self._requests.end_if_settled(request)
         if change.is_back:
-            self._transfers.catch_up(tier, self._cpu_tier.skipped_blocks())
+            self._transfers.replay_skipped(tier, self._cpu_tier.skipped_blocks())

@@ -74,7 +74,7 @@ class TierManager(CoreParts):
             self._stores.abandon(store, session.writers)
         for request_id in list(session.requests):
             if (request := self._requests.get(session.engine, request_id)) is not None:
-                self._requests.finish(request, give_up=True)
+                self._requests.finish(request, abandon=True)
         self._requests.session_ended(session)
         del self._sessions[session_id]
         if all(other.engine != session.engine for other in self._sessions.values()):
@@ -251,7 +251,7 @@ class TierManager(CoreParts):
         if resetting := self.resetting(session):
             return resetting
         self._handoffs.reset(session.namespace.id, self._now)
-        self._transfers.hurry()  # queued blocks are pinned
+        self._transfers.flush_queues()  # queued blocks are pinned
         self._sliced_work.continue_if(self._cpu_tier.reset(session.namespace.id))
         return self.resetting(session)
 

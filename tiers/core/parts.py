@@ -109,7 +109,11 @@ class CoreParts:
         self.excluded, self.query_shared_tiers = self._transfers.residency.excluded, shared_tiers.query
         self.lacking, self.locate, self.withdraw = shared_tiers.lacking, shared_tiers.locate, shared_tiers.withdraw
         durability = self._durability = Durability(cpu_tier=self._cpu_tier, transfers=self._transfers)
-        self.flush, self.store_skipped, self.hurry = durability.flush, durability.store_skipped, durability.hurry
+        self.flush, self.store_skipped, self.flush_queues = (
+            durability.flush,
+            durability.store_skipped,
+            durability.flush_queues,
+        )
 
     def _create_handlers(self, settings: TierSettings, tiers: Sequence[SecondaryTier], new_ids: Iterator[int]) -> None:
         """Creates the event handlers. A handler refers only to handlers created before it."""

@@ -141,11 +141,11 @@ class RequestTable:
             _subtract(self._awaited, request.session.tenant, 1)
         return requests
 
-    def finish(self, request: Request, *, give_up: bool = False) -> None:
-        """With `give_up`, the request does not wait for blocks that other clients write now."""
+    def finish(self, request: Request, *, abandon: bool = False) -> None:
+        """With `abandon`, the request does not wait for blocks that other clients write now."""
         request.finished = True
         request.session.requests.discard(request.id)
-        if give_up:
+        if abandon:
             for block in request.waiting:
                 del self._waiting[block][request]
                 if not self._waiting[block]:

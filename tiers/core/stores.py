@@ -276,7 +276,7 @@ class StoreHandler:
         self.table.quarantine(store, writers)
         is_first = not self._unpins
         if store.blocks:
-            self._unpins.add(partial(self._give_up, store), list(store.blocks), _UNPIN_COST)
+            self._unpins.add(partial(self._abandon_blocks, store), list(store.blocks), _UNPIN_COST)
         else:
             self._end_abandoned(store)
         if is_first:
@@ -284,7 +284,7 @@ class StoreHandler:
         else:  # a client can have many stores
             self._continue_if(True)
 
-    def _give_up(self, store: Store, blocks: Sequence[Block]) -> None:
+    def _abandon_blocks(self, store: Store, blocks: Sequence[Block]) -> None:
         """Releases the last blocks of a store, because policies remove a tail faster."""
         self.table.take_blocks(store, blocks, tail=True)
         offsets = []

@@ -64,13 +64,13 @@ class StallChange:
     """Consequences of a tier that has stalled or recovered.
 
     Attributes:
-        given_up: blocks that the tier is loading; readers no longer wait for them.
+        abandoned: blocks that the tier is loading; readers no longer wait for them.
         acknowledged: requests whose pending stores in the tier have ended.
         is_back: whether the tier has recovered.
     """
 
     is_back: bool
-    given_up: list[Block] = field(default_factory=list)
+    abandoned: list[Block] = field(default_factory=list)
     acknowledged: list[Request] = field(default_factory=list)
 
 
@@ -216,7 +216,7 @@ class TransferScheduler:
                     secondary.catalog.recount(entry)
                 secondary.use(batch, user)
 
-    def hurry(self) -> None:
+    def flush_queues(self) -> None:
         """Starts the stores of all queued blocks without waiting for more blocks."""
         for secondary in self.secondaries:
             secondary.is_urgent = bool(secondary.write_back_queue)
@@ -305,14 +305,14 @@ class TransferScheduler:
         if stalled:
             for block in chain.from_iterable(job.blocks for job in running):
                 block.stalled = True  # until its job has ended
-            change.given_up += (
+            change.abandoned += (
                 b for job in running if job.kind is JobKind.LOAD for b in job.blocks if not b.invalidated
             )
             change.acknowledged += self._abandon_queue(secondary)
         self._advance(secondary)
         return change
 
-    def catch_up(self, tier: int, blocks: Sequence[Block]) -> None:
+    def replay_skipped(self, tier: int, blocks: Sequence[Block]) -> None:
         """Queues blocks, given in this order, that the tier lacks, until its queue is full."""
         secondary = self.secondaries[tier - 1]
         for block in blocks if secondary in self.storing else ():

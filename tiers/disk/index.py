@@ -28,10 +28,10 @@ for copies of pages that change."""
 class Index:
     """An open index. Reads are thread-safe, even during a change; changes must not overlap."""
 
-    def __init__(self, directory: Path, size_bytes: int, durability: Durability, *, mend: bool) -> None:
+    def __init__(self, directory: Path, size_bytes: int, durability: Durability, *, repair: bool) -> None:
         """Opens or creates the index of a store of `size_bytes`. Raises `TierOpenError`."""
         wanted = max(size_bytes // INDEX_SHARE, min(MIN_BYTES, size_bytes // 4))
-        self._store = open_environment(directory, wanted, durability, DISK_STORE, mend=mend)
+        self._store = open_environment(directory, wanted, durability, DISK_STORE, repair=repair)
         self._env = self._store.env
         self._blocks = self._store.index
         self.space = self._store.space

@@ -116,11 +116,11 @@ class DiskStore:
     """An open store. Any thread may use `index` and `slabs`. To call a method, hold `writing`."""
 
     def __init__(
-        self, directory: Path, size_bytes: int, durability: Durability, *, mend: bool, slab_bytes: int | None
+        self, directory: Path, size_bytes: int, durability: Durability, *, repair: bool, slab_bytes: int | None
     ) -> None:
         """Opens or creates a store of up to `size_bytes` in `directory`. Raises `TierOpenError`."""
         self.writing = threading.Lock()
-        self.index = Index(directory, size_bytes, durability, mend=mend)
+        self.index = Index(directory, size_bytes, durability, repair=repair)
         self.payload_bytes = max(0, size_bytes - self.index.size_bytes) // PAGE_BYTES * PAGE_BYTES
         """Limit of all slab files together."""
         self.quarantined_bytes = 0

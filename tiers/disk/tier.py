@@ -45,16 +45,16 @@ class DiskTier(SecondaryTier):
         size_bytes: int,
         durability: Durability,
         *,
-        mend: bool = True,
+        repair: bool = True,
         slab_bytes: int | None = None,
     ) -> None:
         """Opens or creates the store in `directory`; its files never grow beyond `size_bytes`.
 
-        If the size was reduced, blocks beyond the new size are dropped. With `mend`, a damaged
+        If the size was reduced, blocks beyond the new size are dropped. With `repair`, a damaged
         index is moved aside and reported in `last_error`. `slab_bytes` is the size of one slab file
-        of a new store. Raises `TierOpenError`, without `mend` also for a damaged index.
+        of a new store. Raises `TierOpenError`, without `repair` also for a damaged index.
         """
-        self._store = DiskStore(directory, size_bytes, durability, mend=mend, slab_bytes=slab_bytes)
+        self._store = DiskStore(directory, size_bytes, durability, repair=repair, slab_bytes=slab_bytes)
         self._directory = directory
         super().__init__(name, int(self._store.payload_bytes * CAPACITY_SHARE))
         self._health = TierHealth(self)

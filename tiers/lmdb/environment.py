@@ -144,13 +144,13 @@ def lost_text(expected: Tally | None, found: Tally, marked_blocks: int) -> str |
 
 
 def open_environment(
-    directory: Path, size_bytes: int, durability: Durability, layout: Layout = LMDB_STORE, *, mend: bool = True
+    directory: Path, size_bytes: int, durability: Durability, layout: Layout = LMDB_STORE, *, repair: bool = True
 ) -> Environment:
     """Opens or creates the environment in `directory`, whose file may grow to `size_bytes`.
 
-    A file that is already larger keeps its size. With `mend`, a damaged file is moved to
+    A file that is already larger keeps its size. With `repair`, a damaged file is moved to
     `damaged-<n>`, and only the newest damaged files are kept; a store of an earlier format is
-    emptied, because no lookup finds its blocks. Raises `TierOpenError`, without `mend` also for a
+    emptied, because no lookup finds its blocks. Raises `TierOpenError`, without `repair` also for a
     damaged file and an earlier format. If the call raises, no file was moved.
     """
     owned_before = (directory / OWNER_FILE).exists()
@@ -159,8 +159,8 @@ def open_environment(
         warning = None
         size_bytes = max(size_bytes, _file_bytes(directory))
         if damage := _check(directory, size_bytes, layout, owned_before=owned_before):
-            warning = _move_aside(directory, damage, layout) if mend else _refuse(directory, damage, layout)
-        return _open(directory, size_bytes, durability, layout, owner_fd, warning, mend=mend)
+            warning = _move_aside(directory, damage, layout) if repair else _refuse(directory, damage, layout)
+        return _open(directory, size_bytes, durability, layout, owner_fd, warning, repair=repair)
     except BaseException as error:
         os.close(owner_fd)
         if isinstance(error, (OSError, lmdb.Error)):
@@ -288,13 +288,13 @@ def _open(
     owner_fd: int,
     warning: str | None,
     *,
-    mend: bool,
+    repair: bool,
 ) -> Environment:
     synchronous = durability == "power"
     env = _open_file(directory, size_bytes, layout, synchronous=synchronous)
     if (version := _format_of(env, layout)) != layout.format_version:
         env.close()
-        if not mend:
+        if not repair:
             raise TierOpenError(
                 f"the {layout.what} in {directory} has format {version}; this release finds none of its blocks, "
                 "and the server empties it at the next start"
@@ -309,7 +309,7 @@ def _open(
         marked = None if warning else read_marker(directory)
         space = FileSpace(directory, env, databases)
         failed.callback(space.close)
-        marker = MarkerFile(directory, layout, marked.blocks if marked else 0, create=mend, sync=synchronous)
+        marker = MarkerFile(directory, layout, marked.blocks if marked else 0, create=repair, sync=synchronous)
         failed.callback(marker.close)
         if warning:
             marker.write(0)

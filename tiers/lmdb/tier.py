@@ -63,15 +63,15 @@ class LMDBTier(SecondaryTier):
     durable: ClassVar[bool] = True
 
     def __init__(
-        self, name: str, directory: Path, size_bytes: int, durability: Durability, *, mend: bool = True
+        self, name: str, directory: Path, size_bytes: int, durability: Durability, *, repair: bool = True
     ) -> None:
         """Opens or creates the store in `directory`; its file never grows beyond `size_bytes`.
 
-        A file that is already larger keeps its size. With `mend`, a damaged file is moved aside and
-        reported in `last_error`. Raises `TierOpenError`, without `mend` also for a damaged file.
+        A file that is already larger keeps its size. With `repair`, a damaged file is moved aside
+        and reported in `last_error`. Raises `TierOpenError`, without `repair` also for a damaged file.
         """
         super().__init__(name, int(size_bytes * PAYLOAD_SHARE))
-        self._store = open_environment(directory, size_bytes, durability, mend=mend)
+        self._store = open_environment(directory, size_bytes, durability, repair=repair)
         self._write_bytes = min(WRITE_BYTES, size_bytes // 32)
         self._writer = threading.Lock()
         """Lock of all writers: stores, and loads that drop a corrupt block."""

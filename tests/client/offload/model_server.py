@@ -82,7 +82,7 @@ class ModelServer:
         for lease in self.asked.pop(lookup).leases:
             self.leases.pop(lease, None)
 
-    def give_up_lookup(self, lookup: LookupId) -> None:
+    def abandon_lookup(self, lookup: LookupId) -> None:
         assert not self.asked[lookup].answered
         self.drop_lookup(lookup)
 
@@ -170,8 +170,8 @@ class Task:
 class ModelWorker:
     """Worker of one rank: runs jobs late, and reports each once unless the report is lost."""
 
-    def __init__(self, rng: random.Random, rank: int, pool: Pool, server: ModelServer, give_up_s: float) -> None:
-        self.rng, self.rank, self.pool, self.server, self.give_up_s = rng, rank, pool, server, give_up_s
+    def __init__(self, rng: random.Random, rank: int, pool: Pool, server: ModelServer, abandon_s: float) -> None:
+        self.rng, self.rank, self.pool, self.server, self.abandon_s = rng, rank, pool, server, abandon_s
         self.tasks: list[Task] = []
         self.loaded: list[tuple[str, bool]] = []
         self.saved: list[tuple[int, set[int]]] = []
@@ -187,7 +187,7 @@ class ModelWorker:
         if isinstance(task.job, LoadJob):
             self.loaded.append((task.job.request_id, not self._load(task.job)))
         elif task.job.job_id not in self.lost:
-            late = now - task.at >= self.give_up_s
+            late = now - task.at >= self.abandon_s
             not_stored = set(range(len(task.job.keys))) if late else self._save(task.job)
             self.saved.append((task.job.job_id, not_stored))
 

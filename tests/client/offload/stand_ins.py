@@ -97,7 +97,7 @@ class RecordingServer:
         self.there = True
         self.asked: list[tuple[int, str, int, int]] = []
         self.dropped: list[int] = []
-        self.given_up: list[int] = []
+        self.abandoned: list[int] = []
         self.ended: list[str] = []
         self.emptied = 0
 
@@ -109,8 +109,8 @@ class RecordingServer:
     def drop_lookup(self, lookup: LookupId) -> None:
         self.dropped.append(lookup)
 
-    def give_up_lookup(self, lookup: LookupId) -> None:
-        self.given_up.append(lookup)
+    def abandon_lookup(self, lookup: LookupId) -> None:
+        self.abandoned.append(lookup)
 
     def end_request(self, request: EngineRequest) -> None:
         self.ended.append(request.request_id)

@@ -79,7 +79,7 @@ def test_a_lookup_times_out() -> None:
     """B4.3: the engine computes the request, ignores the late answer and starts no other lookup."""
     engine = Engine()
     assert engine.core.match("r", 0, 1.0) == 0
-    assert (engine.server.given_up, engine.server.dropped) == ([1], [])
+    assert (engine.server.abandoned, engine.server.dropped) == ([1], [])
     engine.answer()
     assert engine.core.match("r", 0, 1.1) == 0
     assert len(engine.server.asked) == 1

@@ -94,7 +94,7 @@ def test_a_refused_stream_does_not_delay_others(server: Server, broker: BrokerCl
         broker._take(Refusal(stuck.number, "STORE_NOT_FOUND", "ended"))
         broker._take(Accepted(other.number, "acme"))
         broker._take(Ping())
-        assert other.greet() == "acme"
+        assert other.handshake() == "acme"
         assert aborted == [True]
         assert [each for each in server.sent if isinstance(each, Detached | Pong)] == [Pong()]
     assert server.sent[-1] == Detached(stuck.number)

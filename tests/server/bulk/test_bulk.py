@@ -60,7 +60,7 @@ from kvtier.protos.v1 import cache_pb2, common_pb2, session_pb2, transfer_pb2
 from kvtier.protos.wire import socket_frames as frames
 from kvtier.server.bulk import broker_client, connection_places, supervisor
 from kvtier.server.bulk.broker_client import BrokerClient
-from kvtier.server.bulk.messages import Accepted, Caller, Greeting, decode_from_child
+from kvtier.server.bulk.messages import Accepted, Caller, Handshake, decode_from_child
 from kvtier.server.bulk.streams import StreamServer
 from kvtier.server.bulk.supervisor import BulkProcess
 from kvtier.server.config.schema import BulkConfig, LimitConfig
@@ -445,7 +445,7 @@ class _AcceptingServer(Channel):
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
         message = None if "slower" in header else decode_from_child(payload)
-        if isinstance(message, Greeting):
+        if isinstance(message, Handshake):
             threading.Thread(target=self.broker._take, args=(Accepted(message.stream, "acme"),)).start()
 
     def __iter__(self) -> Iterator[Any]:

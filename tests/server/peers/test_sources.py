@@ -498,8 +498,8 @@ async def test_a_tenant_leaves_room_in_flight_for_others() -> None:
         return found
 
     assert [locate(alice), tier.affordable(alice, sizes), locate(bob)] == [8, 0, 4]
-    tier.give_up((alice, key) for key in KEYS)
-    tier.give_up((bob, key) for key in KEYS)
+    tier.abandon((alice, key) for key in KEYS)
+    tier.abandon((bob, key) for key in KEYS)
     assert (tier.affordable(alice, sizes), dict(tier._bytes_of_tenant)) == (8, {})
 
 

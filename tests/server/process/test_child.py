@@ -125,7 +125,7 @@ async def test_messages_are_given_to_a_callback() -> None:
     await asyncio.wait_for(all_there.wait(), 60)
     assert taken == list(enumerate(sizes))
     child.send({"nonsense": True})
-    await asyncio.wait_for(child.hung_up(), 60)
+    await asyncio.wait_for(child.disconnected(), 60)
     assert await child.ended() == -signal.SIGKILL
     await child.close(0)
     assert len(taken) == len(sizes)

@@ -13,7 +13,7 @@ from harness.polling import async_wait_until
 from kvtier.server.refused import Refused
 from kvtier.server.rpc import call_pace
 from kvtier.server.rpc.call_pace import CallPace
-from kvtier.server.rpc.receptions import GrpcCaller
+from kvtier.server.rpc.in_flight_limits import GrpcCaller
 
 BURST = 4
 NEXT = BURST + 4

@@ -19,7 +19,7 @@ from kvtier.client.results import KeyStatus
 from kvtier.protos.v1 import cache_pb2
 from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.protos.wire.socket_frames import HEAD_BYTES, FrameKind, Purpose, pack_call
-from kvtier.server.rpc.receptions import MessageBudget
+from kvtier.server.rpc.in_flight_limits import MessageBudget
 
 NAMESPACE = namespace_of(64 << 10)
 LIMIT = 8 * MIB

@@ -96,7 +96,7 @@ class CPUTier:
                 if answer.statuses == bytes([StoreStatus.PRESENT]):
                     continue
                 if answer.store_id is None:
-                    self._give_up(stores)
+                    self._abandon(stores)
                     return NO_SPACE
                 self.region.memory[answer.slots[0] : answer.slots[0] + part.nbytes] = part
                 stores.append((session, answer.store_id))
@@ -108,7 +108,7 @@ class CPUTier:
             self._hold(block)
         return DONE
 
-    def _give_up(self, stores: list[tuple[EngineSession, StoreId]]) -> None:
+    def _abandon(self, stores: list[tuple[EngineSession, StoreId]]) -> None:
         with self._loop:
             for session, store_id in stores:
                 run_to_end(self.core.complete_store(session, store_id, failed=[0]))

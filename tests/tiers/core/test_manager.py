@@ -38,7 +38,7 @@ EVENTS = [
     "evict",
     "find_hold",
     "finish_request",
-    "hurry",
+    "flush_queues",
     "job_finished",
     "locate",
     "lookup_finished",

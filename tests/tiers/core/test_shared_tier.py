@@ -293,7 +293,7 @@ def test_a_small_store_waits_for_more_blocks() -> None:
     rig.core.tick(12)
     assert stored() == [2]
     rig.store(keys(6))
-    rig.core.hurry()
+    rig.core.flush_queues()
     assert stored() == [1]
     rig.store(keys(7))
     rig.core.reset(rig.session)

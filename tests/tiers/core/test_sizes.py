@@ -255,7 +255,7 @@ def test_blocks_that_requests_wait_for_have_a_limit(monkeypatch: pytest.MonkeyPa
     assert sum(len(request.waiting) for request in requests) == 3
     assert requests[1].incomplete == 1
     for request in requests:
-        table.finish(request, give_up=True)
+        table.finish(request, abandon=True)
     assert not table._waiting
     assert not table._awaited
     assert not table._open

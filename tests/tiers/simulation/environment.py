@@ -205,7 +205,7 @@ class Environment:
         self.stalled.add(number)
         for block in list(inside.secondaries(self.world.core)[number - 1].write_back_queue):
             self.world.ledger.requests.paid(number, block.name, stored=False)
-        self.world.ledger.requests.given_up(number)
+        self.world.ledger.requests.abandoned(number)
         self.world.core.tier_stalled(number, stalled=True)
         self.world.saw("tiers stalled")
 

@@ -47,7 +47,7 @@ def _check_figures(world: World) -> None:
             used[block.namespace] += inside.slot_count(block) * -(-block.part_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         for record in world.ledger.stores.values():
             blocks = record.blocks if record.quarantine is not None else []
-            for block in inside.given_up(world.core, record.id, blocks):
+            for block in inside.released_blocks(world.core, record.id, blocks):
                 used[block.namespace] += -(-block.part_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         _compare(cpu, used)
     for tier, entries in zip(below, world.core_view.entries, strict=True):

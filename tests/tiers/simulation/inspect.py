@@ -107,7 +107,7 @@ def abandoned(core: TierManager) -> list[Store]:
     return [entry.remove.args[0] for entry in unpins(core) if isinstance(entry.remove, partial)]
 
 
-def given_up(core: TierManager, store_id: int, blocks: list[Block]) -> list[Block]:
+def released_blocks(core: TierManager, store_id: int, blocks: list[Block]) -> list[Block]:
     """Returns the blocks of an abandoned store that the core has released: the last ones."""
     left = next((len(store.blocks) for store in abandoned(core) if store.id == store_id), 0)
     return blocks[left:]

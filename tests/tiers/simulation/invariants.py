@@ -242,8 +242,8 @@ def _leaks(world: World) -> None:
         if not block.pins and block.slots.count(None) == len(block.slots):
             raise Violation(Invariant.LEAKS, f"{block.key!r}: an empty block stays")
     ended = [record for record in world.ledger.stores.values() if record.quarantine is not None]
-    given_up = chain.from_iterable(inside.given_up(world.core, record.id, record.blocks) for record in ended)
-    waiting = sum(block.part_bytes for block in given_up)
+    released = chain.from_iterable(inside.released_blocks(world.core, record.id, record.blocks) for record in ended)
+    waiting = sum(block.part_bytes for block in released)
     if world.core_view.stats.quarantined_bytes != waiting:
         raise Violation(
             Invariant.LEAKS, f"{world.core_view.stats.quarantined_bytes} bytes in quarantine, not {waiting}"

@@ -211,7 +211,7 @@ MUTANTS = (
         "requests outlive their session",
         Invariant.FINISH,
         "core/manager.py",
-        "                self._requests.finish(request, give_up=True)\n",
+        "                self._requests.finish(request, abandon=True)\n",
         "                pass\n",
     ),
     Mutant(

@@ -127,7 +127,7 @@ class RequestBook:
                 record.missing += not stored
             record.unsure.pop((tier, name), None)
 
-    def given_up(self, tier: int) -> None:
+    def abandoned(self, tier: int) -> None:
         """A tier hangs: its missing blocks are no longer awaited."""
         for record in self.open:
             for place in [place for place in record.pending_stores if place[0] == tier]:

@@ -36,8 +36,8 @@ SIZE = 32 * MIB
 SIZES = (3000,)
 
 
-def opened(kind: Kind, directory: Path, *, mend: bool = True) -> Tier:
-    return kind("tier", directory, SIZE, "process", mend=mend)
+def opened(kind: Kind, directory: Path, *, repair: bool = True) -> Tier:
+    return kind("tier", directory, SIZE, "process", repair=repair)
 
 
 @pytest.fixture(params=[DiskTier, LMDBTier])
@@ -64,7 +64,7 @@ def name(number: int) -> bytes:
 def findings(kind: Kind, directory: Path) -> list[str]:
     """Returns what `kvtier fsck` finds; changes no file."""
     try:
-        tier = opened(kind, directory, mend=False)
+        tier = opened(kind, directory, repair=False)
     except TierDamagedError as error:
         return [str(error)]
     try:
@@ -315,7 +315,7 @@ def test_vanished_blocks_are_counted(kind: Kind, store: Path) -> None:
 def test_a_repair_corrects_the_number_of_blocks(kind: Kind, store: Path) -> None:
     drop_records(kind, store, 7)
     for expected in ([f"7 of its {BLOCKS} blocks are lost"], []):
-        tier = opened(kind, store, mend=False)
+        tier = opened(kind, store, repair=False)
         assert [str(finding) for step in check(tier, repair=True) for finding in step.findings] == expected
         tier.close()
 
@@ -394,7 +394,7 @@ def test_a_store_of_an_earlier_format_is_emptied(kind: Kind, store: Path) -> Non
     layout = DISK_STORE if kind is DiskTier else LMDB_STORE
     make_old(kind, store, layout.format_version - 1)
     with pytest.raises(TierOpenError, match=f"has format {layout.format_version - 1}; this release finds none"):
-        opened(kind, store, mend=False)
+        opened(kind, store, repair=False)
     tier = opened(kind, store)
     assert (list(tier.entries()), tier.last_error) == ([], None)
     assert not list(store.glob("damaged-*"))

@@ -31,7 +31,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[]
     def opened() -> Tier:
         if tiers:
             tiers.pop().close()
-        tiers.append(request.param("tier", tmp_path, 64 * MIB, "process", mend=False))
+        tiers.append(request.param("tier", tmp_path, 64 * MIB, "process", repair=False))
         return tiers[0]
 
     yield opened
@@ -148,7 +148,7 @@ def test_blocks_of_a_truncated_slab_are_named(tmp_path: Path) -> None:
     tier.close()
     with (tmp_path / "slab-00000").open("r+b") as file:
         file.truncate(2 * MIB)
-    tier = DiskTier("disk", tmp_path, 64 * MIB, "process", mend=False)
+    tier = DiskTier("disk", tmp_path, 64 * MIB, "process", repair=False)
     assert [f.problem for f in findings_of(tier, repair=False)] == ["its pages are beyond the end of the slab file"] * 2
     tier.close()
 

@@ -126,12 +126,12 @@ class LookupService(RequestCalls):
     def drop_lookup(self, lookup: LookupId) -> None:
         self._drop(self._lookups.pop(lookup))
 
-    def give_up_lookup(self, lookup: LookupId) -> None:
+    def abandon_lookup(self, lookup: LookupId) -> None:
         """Drops a lookup that exceeded its timeout. Opens the circuit if the lookup was running."""
-        given_up = self._lookups.pop(lookup)
-        if not self._drop(given_up):
+        abandoned = self._lookups.pop(lookup)
+        if not self._drop(abandoned):
             self._count("timeout", self._timeout_s)
-        if given_up.started:
+        if abandoned.started:
             # A lookup that did not start only queued behind other lookups.
             self.circuit.open()
         self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s, so its request is computed")

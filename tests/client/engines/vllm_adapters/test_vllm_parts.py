@@ -243,7 +243,7 @@ def test_a_dropped_lookup_releases_its_lease(monkeypatch: pytest.MonkeyPatch) ->
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
         lookup = start_lookup(service, RequestRegistration("r"), _hashes(1), 4)
         assert started.wait(60)
-        service.give_up_lookup(lookup.number)
+        service.abandon_lookup(lookup.number)
         # left in peace for a moment
         assert start_lookup(service, RequestRegistration("s"), _hashes(1), 4) is None
         gate.set()
@@ -267,7 +267,7 @@ def test_a_lookup_that_only_queued_says_nothing_of_the_server() -> None:
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
         lookups = [start_lookup(service, RequestRegistration(f"r{number}"), _hashes(1), 4) for number in range(20)]
         queued = next(lookup for lookup in reversed(lookups) if lookup is not None)
-        service.give_up_lookup(queued.number)
+        service.abandon_lookup(queued.number)
         assert not queued.started
         assert start_lookup(service, RequestRegistration("next"), _hashes(1), 4) is not None
         gate.set()

@@ -190,7 +190,7 @@ def test_a_lookup_that_takes_too_long_and_one_that_cannot_begin(monkeypatch: pyt
     hashes = {0: [key[:32] for key in KEYS]}
     lookup = start_lookup(service, RequestRegistration("slow"), hashes, 16)
     wait_until(lambda: lookup.started)
-    service.give_up_lookup(lookup.number)
+    service.abandon_lookup(lookup.number)
     assert start_lookup(service, RequestRegistration("cooling"), hashes, 16) is None
     client.connected = False
     away = RequestRegistration("away")

@@ -12,12 +12,12 @@ import pytest
 from harness.polling import async_wait_until
 
 from kvtier.server.refused import Refused
-from kvtier.server.rpc import interceptor, receptions
-from kvtier.server.rpc.receptions import (
+from kvtier.server.rpc import in_flight_limits, interceptor
+from kvtier.server.rpc.in_flight_limits import (
     LOCAL_OR_REMOTE,
     GrpcCaller,
-    ReceptionLimits,
-    Receptions,
+    InFlightLimiter,
+    InFlightLimits,
     RefusalPace,
     RunningRequests,
     StreamShares,
@@ -37,8 +37,8 @@ class Context:
 class Calls:
     """Calls of several callers, and how many of each were refused."""
 
-    def __init__(self, limits: ReceptionLimits = LIMITS) -> None:
-        self.receptions = Receptions(limits)
+    def __init__(self, limits: InFlightLimits = LIMITS) -> None:
+        self.limiter = InFlightLimiter(limits)
         self.refused: Counter[str] = Counter()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -49,12 +49,12 @@ class Calls:
 
     async def _receive(self, context: Any, caller: GrpcCaller) -> None:
         try:
-            await self.receptions.receive(context, caller)
+            await self.limiter.receive(context, caller)
         except Refused:
             self.refused[caller.group] += 1
 
     def running(self, group: str) -> int:
-        return self.receptions._counts[group]
+        return self.limiter._counts[group]
 
     async def __aenter__(self) -> Self:
         return self
@@ -78,7 +78,7 @@ async def test_a_further_caller_finds_a_place_at_once() -> None:
 
 
 async def test_a_caller_within_its_share_is_not_refused() -> None:
-    """All places are taken. Only the caller with many receptions gives some up, not the oldest."""
+    """All places are taken. Only the caller with many requests gives some up, not the oldest."""
     honest = ("first", "second", "third", "fourth")
     async with Calls() as calls:
         for caller in honest:
@@ -104,7 +104,7 @@ async def test_waiting_calls_are_bounded() -> None:
     async with Calls() as calls:
         calls.begin("acme", 400, connection="abuse")
         await async_wait_until(lambda: calls.refused["acme"] >= 100)
-        assert sum(map(len, calls.receptions._waiting.values())) <= receptions._MAX_WAITING
+        assert sum(map(len, calls.limiter._waiting.values())) <= in_flight_limits._MAX_WAITING
         while not received.is_set():  # it may be refused, too
             calls.begin("acme", context=complete, connection="honest")
             with contextlib.suppress(TimeoutError):
@@ -141,16 +141,16 @@ def test_callers_without_a_token_have_their_address() -> None:
 async def test_refusals_are_paced() -> None:
     """A burst is sent at once. Further ones wait; cancelled ones do not extend the delay."""
     pace = RefusalPace()
-    waits = [asyncio.create_task(pace.wait()) for _ in range(receptions._REFUSAL_BURST + 20)]
+    waits = [asyncio.create_task(pace.wait()) for _ in range(in_flight_limits._REFUSAL_BURST + 20)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert sum(wait.done() for wait in waits) == receptions._REFUSAL_BURST + 1
+    assert sum(wait.done() for wait in waits) == in_flight_limits._REFUSAL_BURST + 1
     for wait in waits:
         wait.cancel()
-    crowd = [asyncio.create_task(pace.wait()) for _ in range(receptions._MAX_HELD + 10)]
+    crowd = [asyncio.create_task(pace.wait()) for _ in range(in_flight_limits._MAX_HELD + 10)]
     await async_wait_until(lambda: any(wait.done() for wait in crowd))
-    assert pace._held <= receptions._MAX_HELD
-    assert pace._next <= asyncio.get_running_loop().time() + receptions._REFUSAL_SECONDS + 1
+    assert pace._held <= in_flight_limits._MAX_HELD
+    assert pace._next <= asyncio.get_running_loop().time() + in_flight_limits._REFUSAL_SECONDS + 1
     for wait in crowd:
         wait.cancel()
     await asyncio.gather(*waits, *crowd, return_exceptions=True)

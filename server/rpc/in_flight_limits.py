@@ -23,9 +23,9 @@ __all__ = [
     "LOCAL_OR_REMOTE",
     "PUBLIC",
     "GrpcCaller",
+    "InFlightLimiter",
+    "InFlightLimits",
     "MessageBudget",
-    "ReceptionLimits",
-    "Receptions",
     "RefusalPace",
     "RunningRequests",
     "StreamShares",
@@ -52,45 +52,45 @@ class GrpcCaller(NamedTuple):
     connection: str
 
 
-class ReceptionLimits(NamedTuple):
-    """Limits of one `Receptions`. A further group always finds a place while one is free."""
+class InFlightLimits(NamedTuple):
+    """Limits of one `InFlightLimiter`. A further group always finds a place while one is free."""
 
     places: int
     """A group gets a place only if it has fewer than are free: the first one half of them."""
     request_seconds: float
     """Maximum time for a request to arrive."""
     share: int
-    """A group with more receptions than this gives way to other calls early."""
+    """A group with more requests in flight than this gives way to other calls early."""
     patience_seconds: float
-    """If another call waits for its place, a reception that has taken longer is ended, if its group
+    """If another call waits for its place, a request that has taken longer is ended, if its group
     has more than `share` of them."""
     long_patience_seconds: float
     """The same for other groups."""
 
 
-LOCAL_OR_REMOTE = ReceptionLimits(32, 30.0, 4, 0.25, 8.0)
+LOCAL_OR_REMOTE = InFlightLimits(32, 30.0, 4, 0.25, 8.0)
 """Limits of calls over the Unix socket, and of calls over TCP. 30 s as for the socket protocol.
 Four requests of 16 MiB take 5.4 s at 100 Mbit/s."""
-PUBLIC = ReceptionLimits(16, 5.0, 0, 0.05, 0.05)
+PUBLIC = InFlightLimits(16, 5.0, 0, 0.05, 0.05)
 """Limits of calls that need no credentials. The request of a health check is a few bytes, which
 arrive together with its headers."""
 
 
-class _Reception(NamedTuple):
+class _InFlight(NamedTuple):
     caller: GrpcCaller
     began_at: float
     timeout: asyncio.Timeout
 
 
-class Receptions:
+class InFlightLimiter:
     """Receives the requests of gRPC calls. Runs on the event loop."""
 
-    def __init__(self, limits: ReceptionLimits = LOCAL_OR_REMOTE) -> None:
+    def __init__(self, limits: InFlightLimits = LOCAL_OR_REMOTE) -> None:
         self._limits = limits
-        self._running: dict[object, _Reception] = {}
-        """The receptions, the oldest first."""
+        self._running: dict[object, _InFlight] = {}
+        """The requests in flight, the oldest first."""
         self._counts: Counter[str] = Counter()
-        """Number of receptions per group, and per connection."""
+        """Number of requests in flight per group, and per connection."""
         self._waiting: dict[str, dict[asyncio.Future[None], str]] = {}
         """Waiting calls of each group, with their connections, the oldest first."""
 
@@ -113,7 +113,7 @@ class Receptions:
         self._counts.update(caller)
         try:
             async with asyncio.timeout(self._limits.request_seconds) as timeout:
-                self._running[key] = _Reception(caller, asyncio.get_running_loop().time(), timeout)
+                self._running[key] = _InFlight(caller, asyncio.get_running_loop().time(), timeout)
                 message = await context.read()
                 if running is not None and counted is not None and isinstance(message, bytes):
                     counted.enter_context(await running.count(caller.group, len(message)))
@@ -133,7 +133,7 @@ class Receptions:
         return bytes(message)
 
     async def _wait(self, caller: GrpcCaller) -> None:
-        """Waits for a place, or for the time after which a reception may be ended."""
+        """Waits for a place, or for the time after which a request may be ended."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(caller.group, {})[future] = caller.connection
         self._drop_excess(caller.group)
@@ -168,7 +168,7 @@ class Receptions:
             future.set_exception(Refused("LIMIT_EXCEEDED", "too many calls wait for their request to be received"))
 
     def _wake(self) -> None:
-        """Gives a place to the group, and there to the connection, with the fewest receptions."""
+        """Gives a place to the group, and there to the connection, with the fewest requests."""
         groups = [group for group in self._waiting if self._has_room(group)]
         if not groups:
             return
@@ -186,18 +186,18 @@ class Receptions:
         return self._counts[group] < self._limits.places - len(self._running)
 
     def _end_oldest(self, group: str) -> None:
-        """Ends the oldest reception in the way of a group, if it has taken long."""
+        """Ends the oldest request in the way of a group, if it has taken long."""
         limits, now = self._limits, asyncio.get_running_loop().time()
-        for reception in self._running.values():
-            if reception.began_at > now - limits.patience_seconds:
+        for request in self._running.values():
+            if request.began_at > now - limits.patience_seconds:
                 return
-            other = reception.caller.group
+            other = request.caller.group
             is_early = self._counts[other] > limits.share
-            if reception.began_at > now - (limits.patience_seconds if is_early else limits.long_patience_seconds):
+            if request.began_at > now - (limits.patience_seconds if is_early else limits.long_patience_seconds):
                 continue
             is_in_the_way = other == group or self._counts[other] > self._counts[group]
-            if is_in_the_way and not reception.timeout.expired():
-                reception.timeout.reschedule(now)
+            if is_in_the_way and not request.timeout.expired():
+                request.timeout.reschedule(now)
                 return
 
 
