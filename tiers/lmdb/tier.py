@@ -68,7 +68,8 @@ class LMDBTier(SecondaryTier):
         """Opens or creates the store in `directory`; its file never grows beyond `size_bytes`.
 
         A file that is already larger keeps its size. With `repair`, a damaged file is moved aside
-        and reported in `last_error`. Raises `TierOpenError`, without `repair` also for a damaged file.
+        and reported in `last_error`. Raises `TierOpenError`, without `repair` also for a damaged
+        file.
         """
         super().__init__(name, int(size_bytes * PAYLOAD_SHARE))
         self._store = open_environment(directory, size_bytes, durability, repair=repair)
