@@ -113,7 +113,7 @@ SERVER_FAULTS = (
     Fault(
         "an unfinished eviction continues after its call",
         "server/services/admin.py",
-        "            task.cancel()\n",
+        "            work.cancel()\n",
         "",
     ),
     Fault(

@@ -206,8 +206,7 @@ class LookupHandler:
         if lookup.user is lookup:
             self._cpu_tier.finish(lookup)
             self._transfers.request_finished(lookup)
-        lease = lookup.lease
-        spec = lookup.spec
+        lease, spec = lookup.lease, lookup.spec
         if lease is not None and spec.prefix and not lookup.retries and lease.found < spec.min_hits:
             # Blocks were evicted after `_count_hits`, or there was no room for all of them.
             self.take_back_hits(lease, MissReason.BELOW_THRESHOLD, lookup)

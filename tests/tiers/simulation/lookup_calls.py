@@ -86,8 +86,8 @@ class Lookup(Call):
         if self.record is not None and not self._is_leased(self.record):
             uncounted = len(self.keys) - lookup.position + len(lookup.retries)
             more = self._look_up()
-            self._lose(self.record, uncounted)
             must(Invariant.OWNERS, not more and lookup.answer().lease is None, "a lookup continues without its lease")
+            self._lose(self.record, uncounted)
             self.world.saw("lookups lost their lease")
             return False
         start, is_broken, lease = lookup.position, lookup.rest is not None, lookup.lease
