@@ -9,7 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, NewType
+from typing import Any, NewType, is_typeddict
 
 from kvtier import client, tiers
 from kvtier.tiers import base
@@ -79,6 +79,10 @@ def _entry(name: str, value: Any) -> Iterator[str]:
             yield _signature(name, value)
         # The docstring of a `NewType` describes `typing.NewType`.
         yield f"`NewType` of `{value.__supertype__.__name__}`.\n" if isinstance(value, NewType) else _text(value)
+        return
+    if is_typeddict(value):
+        yield _text(value)
+        yield "\n".join(f"- `{key}: {kind.__forward_arg__}`" for key, kind in value.__annotations__.items()) + "\n"
         return
     if not (_is_error(value) or issubclass(value, enum.Enum) or inspect.isabstract(value)):
         yield _signature(name, value, skip_self="__init__" in vars(value))

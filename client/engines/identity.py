@@ -148,7 +148,7 @@ def adapter_folder(path: str) -> Path:
     Raises OSError if the folder does not exist or has no weights.
     """
     folder = Path(path).expanduser()
-    if not folder.is_dir():
+    if not path or not folder.is_dir():  # an empty path would name the current folder
         from huggingface_hub import try_to_load_from_cache
 
         try:

@@ -187,7 +187,7 @@ def test_buffers_are_registered_again(script: Script, operation: Any, new: str) 
 def test_a_refused_registration_is_not_repeated_at_once(error: KVTierError, monkeypatch: pytest.MonkeyPatch) -> None:
     """For some seconds calls of the same session fail without a request to the server."""
     script, clock = Script(), [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(devices, "time", SimpleNamespace(monotonic=lambda: clock[0], monotonic_ns=time.monotonic_ns))
     script.operations._buffers = buffers()
     for results in ([error], []):
         with pytest.raises(DeviceUnavailable) as refusal:
@@ -234,7 +234,8 @@ def test_a_copy_that_fails_ends_its_grant(script: Script, error: KVTierError, mo
     If the server gave no answer, a load raises only when the server has stopped to write.
     """
     slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
+    times = SimpleNamespace(sleep=slept.append, monotonic=time.monotonic, monotonic_ns=time.monotonic_ns)
+    monkeypatch.setattr(devices, "time", times)
     with pytest.raises(type(error)):
         store(script, granted(GRANTED, PRESENT, PRESENT), error, WITHDRAWN)
     assert slept == []

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness.certificates import Authority
 
+from kvtier.cuda.host import socket_io
 from kvtier.cuda.host.socket_io import Connection, TlsConnection, checksum
 
 Pair = tuple[Connection, Connection]
@@ -136,7 +138,7 @@ def test_records_of_one_byte_are_read_slowly(tmp_path: Path, monkeypatch: pytest
     with connected(*contexts(tmp_path)) as (server, client):
         together(server.handshake, client.handshake)  # type: ignore[attr-defined]
         pauses: list[float] = []
-        monkeypatch.setattr(time, "sleep", pauses.append)
+        monkeypatch.setattr(socket_io, "time", SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic))
         found = bytearray(70_001)
         for size, most in ((70_001, 0), (200, 0), (1, 9)):
             count = 640 if size == 1 else 1

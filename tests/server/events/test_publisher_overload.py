@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvtier.server.events import publisher as publisher_module
 from kvtier.server.events.publisher import EventPublisher
 from kvtier.tiers.core import event_log
 from kvtier.tiers.core.event_log import EventLog
+from kvtier.tiers.core.event_replay import EventReplay
 
 KEPT = [key_of(number) for number in range(1000)]
 """Blocks that are never removed: four messages."""
@@ -101,7 +103,14 @@ async def publishing() -> AsyncIterator[Site]:
     async def wait_for(*_: object) -> None:
         await asyncio.sleep(0.001)
 
-    runtime: Any = SimpleNamespace(core=SimpleNamespace(events=site.log), tiers=[], wait_for=wait_for)
+    log = site.log
+    core = SimpleNamespace(
+        watch_events=log.watch,
+        unwatch_events=log.unwatch,
+        replay_events=partial(EventReplay, log),
+        content_of=log.contents.get,
+    )
+    runtime: Any = SimpleNamespace(core=core, tiers=[], wait_for=wait_for)
     sessions: Any = SimpleNamespace(all=site.sessions)
     socket: Any = site.readers
     running = asyncio.create_task(EventPublisher(runtime, sessions, EventConfig(), socket).run())
