@@ -88,7 +88,7 @@ def test_blocks_that_were_evicted_meanwhile_are_stored_again(route: Route, clien
         if lost and not statuses:
             with route.client(NAMESPACE) as other:
                 other.wait_until_connected(60)
-                other.reset()
+                assert not other.reset(wait=60.0)  # until its end all lookups miss
         answer = yield from original(session, wanted, *rest)
         if lost:
             statuses[:] = answer.statuses
