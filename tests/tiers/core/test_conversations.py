@@ -303,3 +303,16 @@ def test_a_request_is_a_use_of_its_conversation() -> None:
     conversation = table.begin_request(session, "c", 5.0)
     assert table.begin_request(session, "c", 9.0) is conversation
     assert (conversation.created_at, conversation.used_at) == (5.0, 9.0)
+
+
+@pytest.mark.parametrize("own", [10.0, 2000.0])
+def test_the_longer_one_of_two_retentions_applies(own: float) -> None:
+    """That of a call, and that of its conversation."""
+    rig = disk_rig()
+    conversation = store(rig, "c", range(4))
+    work(rig, rig.core.act_on_conversations(BlockAction.RETAIN, [conversation], 900.0))
+    begin(rig, "c")
+    session = rig.session(spec("alice"))
+    options = LookupSpec(request_id="r", retain_for=own, lease_seconds=60)
+    steps = Steps(rig.core.lookup(session, keys(range(4)), options, now=0), "lookup")
+    assert steps.state.retain_until == max(own, 900.0)

@@ -315,4 +315,7 @@ def test_a_request_that_runs_while_its_adapter_is_replaced_is_not_saved(tmp_path
         saves = scheduler.build_step(make_step({"r": [[7, 8]]}, r=8)).saves
         assert bool(saves) is is_used
         assert bool(scheduler.request_finished(request, [[7, 8]])) is is_used, "nothing is held either"
+        hashes = [each for group in scheduler._pool._geometry.groups for each in adapted.hashes(group)]
+        known = [scheduler._pool._tags[each] is not None for each in hashes]
+        assert known == [is_used] * len(hashes) != [], "and lazy mode saves none of its blocks later"
         scheduler.saves_reported(WorkerReport({save.job_id: 1 for save in saves}))
