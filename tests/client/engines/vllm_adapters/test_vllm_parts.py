@@ -421,6 +421,8 @@ def test_the_key_of_a_partial_block_covers_all_that_its_kv_depends_on() -> None:
             "block_hashes": [bytes([number]) * 32 for number in range(2)],
             "all_token_ids": list(range(10)),
             "mm_features": [],
+            "lora_request": None,
+            "prompt_embeds": None,
             "cache_salt": None,
         }
         request = SimpleNamespace(**usual | changed)
