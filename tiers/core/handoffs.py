@@ -81,8 +81,6 @@ class HandoffHandler:
         self._unpins = unpins
         self._publications: set[SlicedPublication] = set()
         """Publications that have not pinned all of their blocks."""
-        self._ended_pins = 0
-        """Number of pins of ended holds in the unpin queue."""
         self._table = HoldTable(unpin=self._unpin_held)
         self._pins: dict[Block, int] = {}
         self._budgets = budgets_of(list(cpu_tier.queues.shares), region_bytes, settings.held_part)
@@ -186,7 +184,7 @@ class HandoffHandler:
             self._stats[known.direction].dropped += 1
             self._end(known, HoldEnd.REPLACED, now)
         tenant, tokens, count = publication.session.tenant, publication.num_tokens, len(publication.keys)
-        if (refused := self._refusal(publication)) is PublishStatus.NO_ROOM and self._ended_pins:
+        if (refused := self._refusal(publication)) is PublishStatus.NO_ROOM and self._unpins:
             self._unpins.start()
             return False
         if refused is None and len(blocks) < count:
@@ -402,12 +400,10 @@ class HandoffHandler:
 
     def _unpin_held(self, blocks: Sequence[Block]) -> None:
         """Removes a hold's pins, in slices. A hold-only block is dropped with its last pin."""
-        self._ended_pins += len(blocks)
         self._unpins.add(self._unpin, blocks, _UNPIN_COST)
         self._unpins.start()
 
     def _unpin(self, blocks: Sequence[Block]) -> None:
-        self._ended_pins -= len(blocks)
         for block in blocks:
             self._pins[block] -= 1
             if not self._pins[block]:

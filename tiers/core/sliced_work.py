@@ -33,7 +33,7 @@ class _Entry:
 
 
 class UnpinQueue:
-    """Blocks that ended leases, holds and stores leave pinned.
+    """Blocks that ended leases and stores, or ended holds, leave pinned.
 
     The latest entry is first, so that a call pays for its own pins, not for those of others.
     """
@@ -84,6 +84,8 @@ class IncrementalWork:
         self._cpu_tier = cpu_tier
         self._transfers = transfers
         self.unpins = UnpinQueue(self.continue_if)
+        self.hold_unpins = UnpinQueue(self.continue_if)
+        """Those of ended holds. A publication that lacks room waits only for these."""
         self._commands = commands
         self._continue_requested = False
 
@@ -103,6 +105,7 @@ class IncrementalWork:
             self._cpu_tier.make_spare_room,
             self._cpu_tier.reset_slice,
             self.unpins.unpin_slice,
+            self.hold_unpins.unpin_slice,
             partial(self._drop_expired, now),
         )
         errors: list[Exception] = []

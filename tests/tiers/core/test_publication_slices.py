@@ -142,9 +142,29 @@ def test_pins_of_ended_holds_refuse_no_publication(monkeypatch: pytest.MonkeyPat
     assert budget.used <= budget.bound
     assert rig.publish(keys(*range(200, 200 + 2 * count)), "large") is PublishStatus.NO_ROOM
     assert rig.core.release_hold(rig.name(), 2.0)
-    while rig.core._handoffs._ended_pins:
+    while rig.core._handoffs._unpins:
         rig.core.work()
     assert nothing_is_held(rig)
+
+
+def test_a_publication_waits_only_for_the_pins_of_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for those of leases of any client, although these have ended later."""
+    rig = HoldRig(part=0.8)
+    rig.store_in_all_tiers(keys(200))
+    asked = rig.core.lookup(rig.reader, keys(200) * 2000, LookupSpec(lease_seconds=60), now=0)
+    lease = run_to_end(asked).lease
+    assert lease is not None
+    [budget] = set(rig.core._handoffs._budgets.values())
+    count = budget.bound // 4096 * 2 // 3
+    rig.publish(keys(*range(count)))
+    monkeypatch.setattr("kvtier.tiers.core.sliced_work.SLICE", 2 * _UNPIN_COST)
+    assert rig.core.release_hold(rig.name(), 1.0)
+    rig.core.release(rig.reader, lease.id)
+    publication, steps = begin(rig, keys(*range(100, 100 + count)), count), 0
+    while publication.step():
+        steps += 1
+    assert isinstance(publication.answer, Hold)
+    assert steps <= count // 2, "each step removes two pins of the hold"
 
 
 def test_a_reset_restarts_a_publication_that_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +236,6 @@ def test_a_publication_without_room_pins_few_blocks() -> None:
     while publication.step():
         assert len(publication.state.blocks) < 1_000
     assert publication.answer is PublishStatus.NO_ROOM
-    while rig.core._handoffs._ended_pins:
+    while rig.core._handoffs._unpins:
         rig.core.work()
     assert nothing_is_held(rig)

@@ -92,13 +92,13 @@ def kept(core: TierManager) -> Counter[Block]:
 
 
 def unpins(core: TierManager) -> list[_Entry]:
-    """Returns the entries of the unpin queue."""
-    return core._sliced_work.unpins._entries
+    """Returns the entries of both unpin queues."""
+    return [*core._sliced_work.unpins._entries, *core._sliced_work.hold_unpins._entries]
 
 
 def ended_hold_pins(core: TierManager) -> list[Block]:
     """Returns the blocks that ended holds still pin, once per pin."""
-    ended = (entry for entry in unpins(core) if entry.remove == core._handoffs._unpin)
+    ended = core._sliced_work.hold_unpins._entries
     return [block for entry in ended for block in entry.blocks[: entry.left] if block is not None]
 
 
@@ -389,7 +389,6 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "number of lookups that wait for room": core._lookups.room._per_tenant,
         "publications": core._handoffs._publications,
         "blocks to unpin": unpins(core),
-        "number of pins of ended holds": core._handoffs._ended_pins,
         "items of tenants": core._lookups.leases._tenant_items,
         "leases by grant": core._lookups.leases.by_grant,
         "stores": core._stores.table._stores,
