@@ -221,7 +221,7 @@ class TlsConnection(Connection):
         self._short_records += 1
         pauses, rest = divmod(self._short_records, _SHORT_RECORDS)
         if not rest:
-            time.sleep(min(_PAUSE_SECONDS * 2**pauses, _MAX_PAUSE_SECONDS))
+            time.sleep(min(_PAUSE_SECONDS * 2 ** min(pauses, _DOUBLINGS), _MAX_PAUSE_SECONDS))
 
     def is_readable(self) -> bool:
         return bool(self._tls.pending() or self._incoming.pending) or super().is_readable()
@@ -253,6 +253,6 @@ _SHORT_RECORD_BYTES = 32
 _SHORT_RECORDS = 64
 """After as many records of a client that are shorter, and do not fill their memory, it is not read
 for a while. As many more double the time."""
-_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.005, 0.25
+_PAUSE_SECONDS, _MAX_PAUSE_SECONDS, _DOUBLINGS = 0.005, 0.25, 6
 _TLS_CHUNK_BYTES = 64 << 10
 """Bytes of TLS records per system call. Bounds what a peer can send before the handshake."""

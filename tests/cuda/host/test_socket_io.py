@@ -145,6 +145,9 @@ def test_records_of_one_byte_are_read_slowly(tmp_path: Path, monkeypatch: pytest
             pieces = [bytes(size)] * count
             together(partial(client.send, pieces), partial(server.receive, [memoryview(found)[: size * count]]))
             assert (len(pauses), sorted(pauses)) == (most, pauses)
+        server._short_records = 64 * 5000 - 1  # type: ignore[attr-defined]
+        server._hold_back()  # type: ignore[attr-defined]
+        assert pauses[-1] == max(pauses) == 0.25, "also after very many records"
 
 
 @pytest.mark.parametrize("offered", ["q", None])
