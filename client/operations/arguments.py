@@ -106,7 +106,11 @@ class RequestOptions(LeaseOptions, total=False):
 
 
 def encoded(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a request. Raises `InvalidRequest`; TypeError for an unknown option."""
+    """Returns the fields of a request. Raises `InvalidRequest` for a wrong value.
+
+    Raises TypeError for a name that is no option of any call. `message` refuses an option of
+    another call.
+    """
     fields = {}
     for name, value in options.items():
         if (encoder := _ENCODERS.get(name)) is None:

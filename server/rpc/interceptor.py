@@ -281,7 +281,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                             del request
                             await self._metered(account, outcome.abort(context, error))
                         await self._metered(account, _send(context, answer))
-                        del answer  # frees the frame (2 MiB) during the wait for the next one
+                        del answer  # frees the frame (1 MiB) during the wait for the next one
 
         return call
 

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from ..types import EngineKey, HandoffDirection, HoldEnd, MissReason, Negotiation, PublishStatus, tenant_of
 
@@ -163,7 +163,7 @@ class RequestLog:
     def find(self, request_id: str) -> list[RequestRecord]:
         """Returns the records of a request, of any engine; the latest first."""
         found = [each for own in self._by_tenant.values() for each in reversed(own.values())]
-        return sorted((each for each in found if each.request_id == request_id), key=_last_event, reverse=True)
+        return sorted((each for each in found if each.request_id == request_id), key=attrgetter("at"), reverse=True)
 
     def tick(self, now: float) -> None:
         for tenant, own in list(self._by_tenant.items()):
@@ -194,10 +194,6 @@ class RequestLog:
         self._count -= 1
         if not self._by_tenant[tenant]:
             del self._by_tenant[tenant]
-
-
-def _last_event(record: RequestRecord) -> float:
-    return record.at
 
 
 class ClaimOutcome(enum.Enum):
