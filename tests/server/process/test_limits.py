@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -95,3 +97,20 @@ def test_no_process_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     assert limits.room(20, fork=True).threads == 0
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+WITHOUT_MEMORY = """
+from kvtier.server.process import limits
+def fail(_end):
+    raise MemoryError
+limits._wait = fail
+print(limits.room(3, fork=True).threads)
+"""
+
+
+def test_a_probed_thread_without_memory_prints_nothing() -> None:
+    """The interpreter prints a traceback, which stood before the error of the server."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (done.stdout, done.stderr) == ("3\n", "")
