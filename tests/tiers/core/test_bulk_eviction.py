@@ -11,7 +11,9 @@ from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core import bulk_eviction
 from kvtier.tiers.core.bulk_eviction import Eviction, EvictionRequest
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
-from kvtier.tiers.core.commands import RemoveFromTier
+from kvtier.tiers.core.commands import ContinueWork, RemoveFromTier, StoreInTier
+from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.types import MissReason, NamespaceSpec
 
 SLOT = 4096
@@ -300,3 +302,36 @@ def _held(rig: Rig, tier: int) -> list[tuple[bytes, bytes]]:
         return [block.name for block in ready_blocks(rig.core)]
     catalog = rig.core._transfers.secondaries[tier - 1].catalog
     return [entry.name for namespace, _ in catalog.counts() for entry in catalog.all_of(namespace)]
+
+
+def test_a_later_admitted_block_can_be_evicted() -> None:
+    """A block admitted at its second use was in no eviction queue."""
+    rig = Rig()
+    tier = ModelTier("disk", 4096)
+    rig.core = TierManager(EXTENT, EXTENT, [tier], settings=TierSettings(admission={"disk": "second_use"}))
+    rig.core.add_memory(0, EXTENT)
+    rig.session = rig.open("engine")
+    rig.store(keys(0, 1))
+    for number in (0, 1):
+        run_to_end(rig.core.lookup(rig.session, keys(number), LookupSpec(request_id="second", lease_seconds=60), now=0))
+        (store,) = [command for command in rig.finish_jobs() if isinstance(command, StoreInTier)]
+        assert [block.key for block in store.blocks] == keys(number)
+
+
+def test_spare_room_for_two_block_sizes_stays_within_its_part_of_the_memory() -> None:
+    """One slice evicted the full spare part for each of two size classes."""
+    rig = Rig()
+    spec = NamespaceSpec(NamespaceId(b"s" * 32), world_size=1, part_bytes=(4096, 8192, 12288))
+    rig.core = TierManager(5 * EXTENT, EXTENT, [], settings=TierSettings(spare_part=0.25))
+    rig.core.add_memory(0, 5 * EXTENT)
+    rig.session = rig.open("engine", spec)
+    rig.store(keys(*range(80)))
+    for group, count in ((1, 8), (2, 10)):
+        rig.store(keys(*range(count), group=group))
+    evicted = []
+    while any(isinstance(command, ContinueWork) for command in rig.core.take_commands()):
+        before = len(ready_blocks(rig.core))
+        rig.core.work()
+        evicted.append(before - len(ready_blocks(rig.core)))
+    assert any(evicted)
+    assert max(evicted) <= EXTENT // 4096

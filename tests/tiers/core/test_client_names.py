@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from core_rig import Rig, keys
+from core_rig import SPEC, Rig, keys
+from harness.operations import run_to_end
 from simulation import ModelTier
 
 from kvtier.tiers.base import NamespaceId, RequestInfo
 from kvtier.tiers.core.block_index import KEPT_EMPTY
-from kvtier.tiers.errors import LimitExceeded
+from kvtier.tiers.core.call_specs import LookupSpec
+from kvtier.tiers.errors import LeaseNotFound, LimitExceeded, NotOwner
 from kvtier.tiers.types import NamespaceSpec
 
 NAMES = 3 * KEPT_EMPTY
@@ -69,3 +71,19 @@ def test_tenants_share_no_limit_of_requests(monkeypatch: pytest.MonkeyPatch) -> 
     rig.core.begin_request(sessions[2], RequestInfo("other", spec(1).id))
     rig.core.close_session(sessions[0].id)
     rig.core.begin_request(sessions[1], RequestInfo("more", spec(1).id))
+
+
+def test_equal_engine_ids_of_two_namespaces_are_separate() -> None:
+    """Engines choose their ids: two tenants with the same id reach none of each other's blocks."""
+    rig = Rig()
+    rig.store(keys(0))
+    lease = run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(request_id="1", lease_seconds=60), now=0)).lease
+    theirs = NamespaceSpec(NamespaceId(b"t" * 32), world_size=1, part_bytes=(4096,))
+    stranger = rig.core.open_session(b"stranger", "engine", None, theirs, tenant="other")
+    with pytest.raises(LeaseNotFound):  # as if there were no such lease
+        rig.core.lease(stranger, lease.id)
+    colleague = rig.core.open_session(b"colleague", "another engine", None, SPEC)
+    with pytest.raises(NotOwner):
+        rig.core.lease(colleague, lease.id)
+    rig.core.finish_request(stranger, "1")
+    assert rig.core.lease(rig.session, lease.id) is lease

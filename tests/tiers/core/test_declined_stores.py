@@ -1,14 +1,20 @@
 """Stores that the CPU tier declines because the eviction policy values the present blocks more."""
 
+from collections.abc import Iterator
+
 import pytest
 from core_rig import GRANTED, HIT, MISS, NO_ROOM, Rig, keys
 from harness.operations import run_to_end
 from simulation import ModelTier
 
-from kvtier.tiers.base import RequestInfo
+from kvtier.tiers.base import NamespaceId, RequestInfo
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
-from kvtier.tiers.eviction import Forecast
-from kvtier.tiers.types import MissReason
+from kvtier.tiers.core.catalog import Catalog, CatalogEntry, EntryState
+from kvtier.tiers.eviction import LRU, Forecast
+from kvtier.tiers.eviction.queues import EvictionQueues
+from kvtier.tiers.eviction.quotas import Quotas, Tenant
+from kvtier.tiers.stats.eviction_history import EvictionHistory
+from kvtier.tiers.types import TENANT_TAG_BYTES, MissReason
 
 POPULAR = keys(*range(12))
 NEW = keys(*range(100, 108))
@@ -102,3 +108,32 @@ def test_declined_blocks_leave_the_policy_tail_first(free: int) -> None:
     ghosts = {key for _, key in queue.policy._ghosts}  # type: ignore[misc]
     places = [place for place, key in enumerate(chain) if key in ghosts]
     assert places == [place for place in (0, 8, 16, 24, 32, 38, 39) if place >= free]
+
+
+@pytest.mark.parametrize("capacity", [500, 5000], ids=["the tier is full", "its tenant is at its limit"])
+def test_refused_stores_do_not_walk_over_queued_blocks(capacity: int) -> None:
+    """B3.7: a store of many blocks without room ends fast, also with a long queue."""
+    looked = 0
+
+    class CountingLRU(LRU[CatalogEntry]):
+        def victims(self) -> Iterator[CatalogEntry]:
+            nonlocal looked
+            for entry in super().victims():
+                looked += 1
+                yield entry
+
+    space = NamespaceId(b"t" * 32)
+    tenant = Tenant("t", space[:TENANT_TAG_BYTES], {}, {"disk": 500})
+    catalog = Catalog(capacity, EvictionQueues(Quotas("disk", capacity, [tenant]), CountingLRU), EvictionHistory())
+    for number in range(500):
+        assert catalog.begin_store(space, b"%d" % number, 1) == []
+    entries = [entry for number in range(500) if (entry := catalog.get(space, b"%d" % number))]
+    catalog.use(entries, "request")
+    assert [catalog.begin_store(space, b"new %d" % number, 1) for number in range(500)] == [None] * 500
+    assert catalog.make_room(space, 1) == []
+    assert looked == 0
+    entries[7].state = EntryState.HELD
+    catalog.recount(entries[7])
+    assert catalog.begin_store(space, b"new", 1) == [entries[7]], "the only one that may go"
+    assert catalog.begin_store(space, b"newer", 1) is None
+    assert 0 < looked <= 500

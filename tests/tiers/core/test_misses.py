@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from core_rig import SPEC, Rig, keys
+from core_rig import HIT, MISS, PENDING, SPEC, Rig, keys
 from harness.operations import run_to_end
 from simulation import ModelTier
 
@@ -221,3 +221,15 @@ def test_records_are_bounded() -> None:
         run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(request_id=f"r{number}", lease_seconds=60), now=0))
     assert rig.core.explain("r0") == []
     assert len(rig.core.explain("r4999")) == 1
+
+
+def test_blocks_behind_a_miss_of_a_prefix_are_misses() -> None:
+    """B3.16: if a block finds no room, later blocks are misses, not pinned and not fetched."""
+    rig = Rig(ModelTier("near", 1 << 20), queue=1 << 20)
+    rig.store_in_all_tiers(keys(0, 1))
+    rig.core.reset(rig.session)
+    rig.store_in_all_tiers(keys(*range(100, 115)))
+    full = run_to_end(rig.core.lookup(rig.session, keys(*range(100, 115)), LookupSpec(lease_seconds=60), now=0)).lease
+    assert full is not None
+    found = run_to_end(rig.core.lookup(rig.session, keys(100, 0, 1, 101), LookupSpec(lease_seconds=60), now=0))
+    assert found.statuses() == HIT + PENDING + MISS * 2

@@ -8,10 +8,12 @@ from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
-from kvtier.tiers.core.call_specs import StoreSpec
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import StoreInTier
+from kvtier.tiers.errors import LimitExceeded
 from kvtier.tiers.negotiation import DEFAULT_RULES, Rule, vote
 from kvtier.tiers.stats import request_log
+from kvtier.tiers.stats.request_log import MAX_OUTCOME_RUNS
 
 BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
 
@@ -375,3 +377,42 @@ def test_a_tenant_with_many_requests_keeps_those_of_another_one(monkeypatch: pyt
     assert [record.engine for record in log.find("z0")] == [(acme, "other"), (zeta, "e")]
     log.tick(2000)
     assert (log.find("z0"), log._count) == ([], 0)
+
+
+def test_a_refused_request_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B3.12: no tier sees its begin; the end of an unannounced request is always accepted."""
+    monkeypatch.setattr("kvtier.tiers.core.requests.MAX_REQUESTS", 1)
+    near = ModelTier("near", 1 << 20)
+    rig = Rig(near)
+    begin(rig, "a")
+    with pytest.raises(LimitExceeded):
+        begin(rig, "b")
+    assert near.begun == ["a"]
+    rig.core.finish_request(rig.session, "c")
+    assert (near.begun, near.finished) == (["a", "c"], ["c"])
+
+
+def test_finishing_twice_keeps_the_explanation() -> None:
+    """The client repeats the call because the first answer was lost."""
+    rig = Rig()
+    run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(request_id="r", lease_seconds=60), now=0))
+    for _ in range(2):
+        rig.core.finish_request(rig.session, "r")
+    [record] = rig.core.explain("r")
+    assert len(record.lookups) == 1
+
+
+def test_the_record_of_a_lookup_is_bounded() -> None:
+    """Also for mixed answers; the counts are exact."""
+    rig = Rig(extents=64)
+    rig.store(keys(*range(0, 1000, 2)))
+    run_to_end(
+        rig.core.lookup(
+            rig.session, keys(*range(1000)), LookupSpec(prefix=False, request_id="mixed", lease_seconds=60), now=0
+        )
+    )
+    [record] = rig.core.explain("mixed")
+    spans = record.lookups[-1].outcomes()
+    assert len(spans) <= MAX_OUTCOME_RUNS + 2
+    assert sum(span.count for span in spans) == 1000
+    assert sum(span.count for span in spans if span.outcome == 0) == 500

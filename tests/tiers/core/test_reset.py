@@ -180,3 +180,15 @@ def test_a_retired_block_that_is_read_is_not_evicted() -> None:
     catalog = rig.core._transfers.secondaries[0].catalog
     assert catalog.get(SPEC.id, keys(1)[0]) is not None
     assert catalog.get(SPEC.id, keys(0)[0]) is None
+
+
+def test_a_block_that_was_read_during_a_reset_is_missed_as_reset() -> None:
+    """Its miss was explained as never stored."""
+    rig = Rig()
+    rig.store(keys(0))
+    lease = run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=60), now=0)).lease
+    assert rig.core.reset(rig.session) == 1
+    rig.core.release(rig.session, lease.id)
+    assert rig.core.resetting(rig.session) == 0
+    run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(request_id="r", lease_seconds=60), now=0))
+    assert rig.core.stats().misses_by_reason == {MissReason.RESET: 1}

@@ -1,12 +1,15 @@
 """`retain_for`: blocks that a request wants to keep for a time, up to a limit."""
 
 import pytest
+from core_rig import SPEC
 from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 from tenants import PAGE, Rig, keys, spec, tenant
 
-from kvtier.tiers.base import RequestInfo
+from kvtier.tiers.base import Outcome, RequestInfo
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
+from kvtier.tiers.core.commands import StoreInTier
+from kvtier.tiers.core.manager import TierManager
 
 
 def test_retained_blocks_survive_a_flood_until_their_time() -> None:
@@ -150,3 +153,20 @@ def test_a_jumping_clock_does_no_harm() -> None:
     rig.store("alice", range(1000, 1640))
     assert not set(keys(range(16))) & rig.visible("alice")
     assert rig.share("alice").retained == 0
+
+
+def test_a_repeated_key_is_retained_once() -> None:
+    """A budget that was charged twice would never be freed."""
+    core = TierManager(EXTENT, EXTENT, [ModelTier("near", 1 << 20)])
+    core.add_memory(0, EXTENT)
+    session = core.open_session(b"s", "engine", None, SPEC)
+    answer = run_to_end(core.prepare_store(session, keys([0]), StoreSpec(lease_seconds=60), now=0))
+    run_to_end(core.complete_store(session, answer.store_id))
+    for command in core.take_commands():
+        if isinstance(command, StoreInTier):
+            core.job_finished(command.job_id, [Outcome.DONE])
+    lookup = run_to_end(core.lookup(session, keys([0]) * 5, LookupSpec(lease_seconds=60, retain_for=30.0), now=0))
+    core.release(session, lookup.lease.id)
+    assert [share.retained_bytes for tier in core.stats().tiers for share in tier.shares] == [4096, 4096]
+    core.tick(31)
+    assert [share.retained_bytes for tier in core.stats().tiers for share in tier.shares] == [0, 0]

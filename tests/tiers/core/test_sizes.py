@@ -302,3 +302,10 @@ def test_pending_items_of_holds_cost_more() -> None:
     assert table.items_of("") == 1 + PENDING_COST
     table.remove(second)
     assert table.items_of("") == 0
+
+
+def test_part_sizes_of_a_namespace_are_bounded() -> None:
+    """Each size has its own eviction queue, which a search for room may have to visit."""
+    NamespaceSpec(NamespaceId(bytes(32)), 1, tuple(range(1, MAX_PART_SIZES + 1)))
+    with pytest.raises(InvalidNamespace, match="sizes at most"):
+        NamespaceSpec(NamespaceId(bytes(32)), 1, tuple(range(1, MAX_PART_SIZES + 2)))
