@@ -85,7 +85,7 @@ class RetiringExtents:
             if each.size_class == size_class and (each.extent.next_class or not each.extent.used):
                 each.wanted_at = self._now
                 coming += self._memory.extent_bytes // size_class
-        has_others = len(self._memory.extents_per_class()) > 1
+        has_others = self._memory.extents_per_class().keys() - {size_class}
         if coming < slots and has_others and self._may_begin(tenant):
             self._wanted[tenant] = (share, size_class)
 

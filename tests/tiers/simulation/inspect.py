@@ -31,7 +31,10 @@ from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import TenantShare
 from kvtier.tiers.types import EngineSession, NamespaceSpec, tenant_of
 
-from .model import Name
+from .model import EXTENT, Name
+
+GRACE_SECONDS = 2.0
+"""Time for pins in retiring extents, so short that runs have many."""
 
 CONVERSATION_LIMITS = {"KEYS": 24, "TENANT_KEYS": 40, "ALL_KEYS": 60, "TENANT_CONVERSATIONS": 3, "ALL_CONVERSATIONS": 6}
 """Limits of the conversation table, so low that it forgets conversations."""
@@ -45,6 +48,10 @@ class CoreView:
         self.blocks = blocks(core)
         self.ready = [block for block in self.blocks if block.ready and not block.invalidated]
         self.pinned = {block for block in self.blocks if block.pins}
+        self.retiring = retiring(core)
+        """Per retiring extent the slots in use."""
+        self.extents = {block: {slot // EXTENT for slot in block.slots if slot is not None} for block in self.blocks}
+        """Numbers of the extents in which each block has slots."""
         self.entries = [entries(secondary) for secondary in secondaries(core)]
         """Per secondary tier: the blocks that it holds or is storing, according to the core."""
         self.held: list[set[Name]] = [
@@ -62,7 +69,7 @@ def small_jobs(nbytes: int) -> Iterator[None]:
     """Limits jobs to `nbytes`, slices to three items and event logs to 16, to split all work."""
     limits = {"transfers.JOB_BYTES": nbytes, "event_log.RUN_KEYS": 3, "event_log.MAX_KEYS": 16}
     limits |= {f"{module}.SLICE": 3 for module in ("cpu_tier", "sliced_work", "bulk_eviction", "conversation_tasks")}
-    limits["room_queue.MAX_WAITERS"] = 3
+    limits |= {"room_queue.MAX_WAITERS": 3, "retiring.GRACE_SECONDS": GRACE_SECONDS, "overdue_pins.SLICE": 80}
     limits |= {f"conversations.MAX_{name}": limit for name, limit in CONVERSATION_LIMITS.items()}
     with contextlib.ExitStack() as patches:
         for name, limit in limits.items():
@@ -226,6 +233,23 @@ def slots_in_use(core: TierManager) -> set[int]:
     """Returns the slots that the allocator has granted."""
     memory = core._cpu_tier.memory
     return set().union(*map(memory.in_use, memory._extents.values()))
+
+
+def retiring(core: TierManager) -> dict[int, set[int]]:
+    """Returns the slots in use of each retiring extent, by its number."""
+    memory = core._cpu_tier.memory
+    return {number: memory.in_use(extent) for number, extent in memory._extents.items() if extent.next_class}
+
+
+def retired_since(core: TierManager) -> dict[int, float]:
+    """Returns when each retiring extent began to retire, by its number."""
+    all_of_them = core._cpu_tier.retiring._all.items()
+    return {extent.offset // EXTENT: each.begun_at for extent, each in all_of_them if extent.next_class}
+
+
+def is_ending_pins(core: TierManager) -> bool:
+    """Returns whether the core still searches for pins in retiring extents."""
+    return bool(core._overdue_pins._left)
 
 
 def quarantined(core: TierManager) -> list[int]:
@@ -411,6 +435,8 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "pins of holds": core._handoffs._pins,
         "blocks set aside": core._cpu_tier.queues._protected,
         "held bytes": core._handoffs.held_bytes,
+        "wanted extents": core._cpu_tier.retiring._wanted,
+        "overdue pins": core._overdue_pins._blocks,
     }
     for secondary in secondaries(core):
         found[f"{secondary.tier.name}: queue"] = secondary.write_back_queue
