@@ -50,6 +50,12 @@ class CoreView:
         self.pinned = {block for block in self.blocks if block.pins}
         self.retiring = retiring(core)
         """Per retiring extent the slots in use."""
+        self.retirements = retirements(core)
+        """When each extent that retires, or has retired a short time ago, began to."""
+        self.classes = classes(core)
+        """Size class of each extent."""
+        self.is_ending_pins = bool(core._overdue_pins._left)
+        """Whether the core still searches for pins in retiring extents."""
         self.extents = {block: {slot // EXTENT for slot in block.slots if slot is not None} for block in self.blocks}
         """Numbers of the extents in which each block has slots."""
         self.entries = [entries(secondary) for secondary in secondaries(core)]
@@ -241,15 +247,14 @@ def retiring(core: TierManager) -> dict[int, set[int]]:
     return {number: memory.in_use(extent) for number, extent in memory._extents.items() if extent.next_class}
 
 
-def retired_since(core: TierManager) -> dict[int, float]:
-    """Returns when each retiring extent began to retire, by its number."""
-    all_of_them = core._cpu_tier.retiring._all.items()
-    return {extent.offset // EXTENT: each.begun_at for extent, each in all_of_them if extent.next_class}
+def retirements(core: TierManager) -> dict[int, float]:
+    """Returns when extents began to retire, by their number; also of those that have retired."""
+    return {extent.offset // EXTENT: each.begun_at for extent, each in core._cpu_tier.retiring._all.items()}
 
 
-def is_ending_pins(core: TierManager) -> bool:
-    """Returns whether the core still searches for pins in retiring extents."""
-    return bool(core._overdue_pins._left)
+def classes(core: TierManager) -> dict[int, int]:
+    """Returns the size class of each extent, by its number."""
+    return {number: extent.slot_bytes for number, extent in core._cpu_tier.memory._extents.items()}
 
 
 def quarantined(core: TierManager) -> list[int]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.eviction.quotas import TenantShare
 
 from . import inspect as inside
 from .model import EXTENT, Invariant, Violation
-from .world import World
+from .world import TICKS, World
 
 __all__ = ["check_retiring"]
-
-TICKS = ("tick", "stop_clock", "jump_forward", "jump_back")
 
 
 def check_retiring(world: World) -> None:
@@ -29,22 +28,31 @@ def check_retiring(world: World) -> None:
             continue
         if not block.pins or (block.ready and not block.invalidated):
             raise Violation(Invariant.RETIRING, f"{block!r} is found, or stays without a pin")
-    ended = before.keys() - now.keys()
-    world.saw("extents passed on", any(not inside.is_of_former_class(world.core, number) for number in ended))
-    world.saw("extents that stayed", any(inside.is_of_former_class(world.core, number) for number in ended))
-    if fresh := now.keys() - before.keys():
-        world.saw("extents retired", times=len(fresh))
+    classes, former = world.core_view.classes, world.before.classes
+    for number in before.keys() - now.keys():
+        world.saw("extents that stayed" if classes[number] == former[number] else "extents passed on")
+    world.saw("extents retired", world.core_view.retirements.keys() > world.before.retirements.keys())
     if world.doing in TICKS:
-        _check_age(world)
+        _check_ends(world)
     if gone := world.retired_with(world.gone):
         _check_losers(world, gone)
 
 
-def _check_age(world: World) -> None:
-    latest = world.environment.latest
-    late = [at for at in inside.retired_since(world.core).values() if latest - at >= 2 * inside.GRACE_SECONDS]
-    if late:
-        raise Violation(Invariant.RETIRING, f"an extent retires since {late[0]}, it is {latest}")
+def _check_ends(world: World) -> None:
+    """Pins of clients end in time, unless the core still searches for them."""
+    latest, since = world.environment.latest, world.core_view.retirements
+    ages = {number: latest - since[number] for number in world.core_view.retiring}
+    if any(age >= 2 * inside.GRACE_SECONDS for age in ages.values()):
+        raise Violation(Invariant.RETIRING, f"an extent retires since {min(since.values())}, it is {latest}")
+    if world.before.is_ending_pins or world.core_view.is_ending_pins:
+        return
+    late = {number for number, age in ages.items() if age >= inside.GRACE_SECONDS}
+    holders = [record.lease.items for record in world.ledger.leases.values()]
+    holders += [record.hold.items for record in world.ledger.holds.open.values()]
+    holders += [record.blocks for record in world.ledger.open_stores()]
+    for block in chain.from_iterable(holders):
+        if block is not None and not late.isdisjoint(world.core_view.extents[block]) and not block.pending:
+            raise Violation(Invariant.RETIRING, f"{block!r} is pinned in an extent that retires for too long")
 
 
 def _check_losers(world: World, gone: list[Block]) -> None:
