@@ -18,9 +18,9 @@ KEPT_EMPTY = 1024
 """Number of namespaces without blocks that may stay in a tier's index, about 350 bytes each."""
 
 _RESET = NamespaceIndex(invalidated=True)
-"""Marks pinned blocks of an index that a reset has invalidated."""
+"""Marks pinned blocks from before a reset, which waits for the end of their pins."""
 _UNLINKED = NamespaceIndex(invalidated=True)
-"""Marks pinned blocks that were removed from a valid index, one by one."""
+"""Marks other pinned blocks that are in no index any more."""
 
 
 class BlockIndex:
@@ -60,6 +60,8 @@ class BlockIndex:
         if index and index.blocks:
             index.invalidated = True
             self._invalidated.setdefault(namespace, deque()).append(index)
+        for block in self._unlinked.get(namespace, ()):
+            block.namespace_index = _RESET
 
     def take_invalidated(self, most: int) -> list[Block]:
         """Unlinks up to `most` blocks of invalidated indexes, latest first, and returns them.

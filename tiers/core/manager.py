@@ -36,7 +36,7 @@ class TierManager(CoreParts):
 
     def take_commands(self) -> list[Command]:
         self._lookups.room.offer_if_changed()
-        self._sliced_work.continue_if(self._cpu_tier.retiring.is_wanted)
+        self._sliced_work.continue_if(self._cpu_tier.retiring.has_work)
         commands, self._commands[:] = self._commands.copy(), []
         return commands
 

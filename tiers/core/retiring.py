@@ -27,6 +27,9 @@ GRACE_SECONDS = 30.0
 after twice this time. A class that gets an extent has this time to use it, and so does the tenant
 that wanted it before it may let a further one retire."""
 
+SLICE = 512
+"""Number of blocks of a retiring extent that are evicted at once: 1 ms."""
+
 _MOST_PART = 4
 """The extents that retire at a time are at most this part of all. A tenant gets at most as many as
 are then left, so one tenant alone gets a half of them."""
@@ -38,7 +41,7 @@ class _Retirement:
 
     Attributes:
         tenant: tag of the tenant that wanted the extent.
-        wanted_at: when the class lacked a slot for the last time, in seconds.
+        is_wanted: whether the class has lacked a slot again.
         ended_at: when the class got the extent; None before.
     """
 
@@ -46,7 +49,7 @@ class _Retirement:
     size_class: int
     tenant: bytes
     begun_at: float
-    wanted_at: float
+    is_wanted: bool = False
     ended_at: float | None = None
 
 
@@ -68,37 +71,47 @@ class RetiringExtents:
         self._all: dict[Extent, _Retirement] = {}
         self._wanted: dict[bytes, tuple[TenantShare, int]] = {}
         """The share and size class that each tenant lacks an extent for."""
+        self._in_vain: set[bytes] = set()
+        """Tenants for which no extent was found since the last tick."""
+        self._left: list[Block] = []
+        """Blocks of the latest retiring extent, which are evicted in slices."""
         self._now = 0.0
 
     def __bool__(self) -> bool:
         return bool(self._all)
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether to call `begin_next`."""
-        return bool(self._wanted)
+    def has_work(self) -> bool:
+        """Whether to call `work`."""
+        return bool(self._wanted or self._left)
 
     def want(self, tenant: bytes, share: TenantShare, size_class: int, slots: int) -> None:
         """Called when a tenant lacks this number of slots, and no block can be evicted for them."""
         coming = 0
         for each in self._all.values():
             if each.size_class == size_class and (each.extent.next_class or not each.extent.used):
-                each.wanted_at = self._now
+                each.is_wanted = True
                 coming += self._memory.extent_bytes // size_class
         has_others = self._memory.extents_per_class().keys() - {size_class}
         if coming < slots and has_others and self._may_begin(tenant):
             self._wanted[tenant] = (share, size_class)
 
-    def begin_next(self) -> bool:
-        """Lets an extent retire for a tenant; returns whether more are wanted."""
-        if self._wanted:
-            tenant, (share, size_class) = self._wanted.popitem()
-            extent = self._reclaimer.extent_to_retire(share, size_class, self._all)
-            if extent is not None and self._may_begin(tenant):
-                self._all[extent] = _Retirement(extent, size_class, tenant, self._now, self._now)
-                self._memory.retire(extent, size_class)
-                self._clear(self._blocks_in(extent))
-        return self.is_wanted
+    def work(self) -> bool:
+        """Evicts blocks of a retiring extent, or lets one retire; returns whether work is left."""
+        if not self._left and self._wanted:
+            self._begin(*self._wanted.popitem())
+        blocks, self._left = self._left[-SLICE:], self._left[:-SLICE]
+        self._clear([block for block in blocks if self._is_in_one(block)])
+        return self.has_work
+
+    def _begin(self, tenant: bytes, wanted: tuple[TenantShare, int]) -> None:
+        extent = self._reclaimer.extent_to_retire(*wanted, self._all)
+        if extent is None:
+            self._in_vain.add(tenant)
+        elif self._may_begin(tenant):
+            self._all[extent] = _Retirement(extent, wanted[1], tenant, self._now)
+            self._memory.retire(extent, wanted[1])
+            self._left = self._blocks_in(extent)
 
     def unpinned(self, blocks: Iterable[Block]) -> None:
         """Called after pins of blocks have ended: writes and loads of these blocks may have, too."""
@@ -107,6 +120,7 @@ class RetiringExtents:
     def tick(self, now: float) -> list[Block]:
         """Ends retirements; returns the blocks whose pins must be ended."""
         self._now = now
+        self._in_vain.clear()
         overdue: dict[Block, None] = {}
         for each in list(self._all.values()):
             extent, age = each.extent, now - each.begun_at
@@ -115,7 +129,7 @@ class RetiringExtents:
                 if now - each.ended_at >= GRACE_SECONDS:
                     del self._all[extent]
                     self._memory.give_back_unused(extent)
-            elif age >= 2 * GRACE_SECONDS or (age >= GRACE_SECONDS and each.wanted_at == each.begun_at):
+            elif age >= 2 * GRACE_SECONDS or (age >= GRACE_SECONDS and not each.is_wanted):
                 del self._all[extent]
                 self._memory.restore(extent)
             elif age >= GRACE_SECONDS:
@@ -123,6 +137,8 @@ class RetiringExtents:
         return list(overdue)
 
     def _may_begin(self, tenant: bytes) -> bool:
+        if tenant in self._in_vain:
+            return False
         most = max(1, len(self._memory) // _MOST_PART)
         own = sum(each.tenant == tenant for each in self._all.values())
         return affordable(repeat(1, 1), free=most - len(self._all), own=own) > 0

@@ -121,11 +121,10 @@ class IncrementalWork:
             raise errors[0]
 
     def _retire_extents(self) -> bool:
-        """Lets an extent retire; returns whether more are wanted."""
-        if not self._cpu_tier.retiring.is_wanted:
+        if not self._cpu_tier.retiring.has_work:
             return False
         self._cpu_tier.has_more_room = True  # an extent without pins is free at once
-        return self._cpu_tier.retiring.begin_next()
+        return self._cpu_tier.retiring.work()
 
     def expire(self, now: float) -> None:
         self.continue_if(self._drop_expired(now))

@@ -36,6 +36,9 @@ from .model import EXTENT, Name
 GRACE_SECONDS = 2.0
 """Time for pins in retiring extents, so short that runs have many."""
 
+SLICED = ("cpu_tier", "sliced_work", "bulk_eviction", "conversation_tasks", "retiring")
+"""Modules whose slices have three items."""
+
 CONVERSATION_LIMITS = {"KEYS": 24, "TENANT_KEYS": 40, "ALL_KEYS": 60, "TENANT_CONVERSATIONS": 3, "ALL_CONVERSATIONS": 6}
 """Limits of the conversation table, so low that it forgets conversations."""
 
@@ -74,7 +77,7 @@ class CoreView:
 def small_jobs(nbytes: int) -> Iterator[None]:
     """Limits jobs to `nbytes`, slices to three items and event logs to 16, to split all work."""
     limits = {"transfers.JOB_BYTES": nbytes, "event_log.RUN_KEYS": 3, "event_log.MAX_KEYS": 16}
-    limits |= {f"{module}.SLICE": 3 for module in ("cpu_tier", "sliced_work", "bulk_eviction", "conversation_tasks")}
+    limits |= {f"{module}.SLICE": 3 for module in SLICED}
     limits |= {"room_queue.MAX_WAITERS": 3, "retiring.GRACE_SECONDS": GRACE_SECONDS, "overdue_pins.SLICE": 80}
     limits |= {f"conversations.MAX_{name}": limit for name, limit in CONVERSATION_LIMITS.items()}
     with contextlib.ExitStack() as patches:
@@ -247,9 +250,20 @@ def retiring(core: TierManager) -> dict[int, set[int]]:
     return {number: memory.in_use(extent) for number, extent in memory._extents.items() if extent.next_class}
 
 
+def leaving(core: TierManager) -> set[Block]:
+    """Returns the blocks of a retiring extent that the core will evict in a later slice."""
+    return set(core._cpu_tier.retiring._left)
+
+
 def retirements(core: TierManager) -> dict[int, float]:
     """Returns when extents began to retire, by their number; also of those that have retired."""
     return {extent.offset // EXTENT: each.begun_at for extent, each in core._cpu_tier.retiring._all.items()}
+
+
+def taker(core: TierManager, number: int) -> TenantShare:
+    """Returns the share of the tenant for which an extent began to retire."""
+    [tenant] = [each.tenant for extent, each in core._cpu_tier.retiring._all.items() if extent.offset == number * EXTENT]
+    return core._cpu_tier.queues.shares.of(NamespaceId(tenant))
 
 
 def classes(core: TierManager) -> dict[int, int]:
@@ -440,7 +454,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "pins of holds": core._handoffs._pins,
         "blocks set aside": core._cpu_tier.queues._protected,
         "held bytes": core._handoffs.held_bytes,
-        "wanted extents": core._cpu_tier.retiring._wanted,
+        "wanted extents": core._cpu_tier.retiring.has_work,
         "overdue pins": core._overdue_pins._blocks,
     }
     for secondary in secondaries(core):

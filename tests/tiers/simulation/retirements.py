@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from itertools import chain
 
-from kvtier.tiers.core.block import Block
-from kvtier.tiers.eviction.quotas import TenantShare
-
 from . import inspect as inside
 from .model import EXTENT, Invariant, Violation
 from .world import TICKS, World
@@ -23,8 +20,9 @@ def check_retiring(world: World) -> None:
     for number, slots in now.items():
         if not slots or not slots <= before.get(number, slots):
             raise Violation(Invariant.RETIRING, f"extent {number} has no slot in use, or gave one")
+    leaving = inside.leaving(world.core)
     for block in world.core_view.blocks:
-        if now.keys().isdisjoint(world.core_view.extents[block]):
+        if now.keys().isdisjoint(world.core_view.extents[block]) or block in leaving:
             continue
         if not block.pins or (block.ready and not block.invalidated):
             raise Violation(Invariant.RETIRING, f"{block!r} is found, or stays without a pin")
@@ -34,8 +32,8 @@ def check_retiring(world: World) -> None:
     world.saw("extents retired", world.core_view.retirements.keys() > world.before.retirements.keys())
     if world.doing in TICKS:
         _check_ends(world)
-    if gone := world.retired_with(world.gone):
-        _check_losers(world, gone)
+    for number in world.core_view.retirements.keys() - world.before.retirements.keys():
+        _check_losers(world, number)
 
 
 def _check_ends(world: World) -> None:
@@ -55,11 +53,14 @@ def _check_ends(world: World) -> None:
             raise Violation(Invariant.RETIRING, f"{block!r} is pinned in an extent that retires for too long")
 
 
-def _check_losers(world: World, gone: list[Block]) -> None:
-    """A share loses of its quota at most half an extent."""
-    lost = Counter[TenantShare]()
-    for block in gone:
-        lost[block.queue.share] += block.allocated_bytes
-    for share, nbytes in lost.items():
-        if share.quota and share.excess < 0 and nbytes > EXTENT // 2:
-            raise Violation(Invariant.RETIRING, f"{share.name} loses {nbytes} bytes of its quota")
+def _check_losers(world: World, number: int) -> None:
+    """A share loses with an extent at most half an extent of its quota, except to itself."""
+    lost = Counter[str]()
+    for block, extents in world.before.extents.items():
+        if number in extents:
+            lost[block.queue.share.name] += inside.slot_count(block) * block.queue.size_class
+    taker = inside.taker(world.core, number).name
+    for share in world.before.stats.tiers[0].shares:
+        nbytes = lost[share.tenant]
+        if share.tenant != taker and share.used_bytes - share.quota_bytes < nbytes and nbytes > EXTENT // 2:
+            raise Violation(Invariant.RETIRING, f"{share.tenant} loses {nbytes} bytes of its quota")

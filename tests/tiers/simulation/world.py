@@ -209,9 +209,9 @@ class World:
                 self.saw("stores ended in retiring extents")
 
     def retired_with(self, blocks: Iterable[Block]) -> list[Block]:
-        """Returns those of these blocks that had a slot in an extent that began to retire now."""
-        fresh = self.core_view.retirements.keys() - self.before.retirements.keys()
-        return [block for block in blocks if not fresh.isdisjoint(self.before.extents.get(block, ()))]
+        """Returns those of these blocks that had a slot in a retiring extent."""
+        retiring = self.before.retiring.keys() | (self.core_view.retirements.keys() - self.before.retirements.keys())
+        return [block for block in blocks if not retiring.isdisjoint(self.before.extents.get(block, ()))]
 
     def insisted_on(
         self, record: RequestRecord, keys: Iterable[bytes], granted: Collection[Name], session: EngineSession
