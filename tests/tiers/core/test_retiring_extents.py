@@ -20,6 +20,7 @@ from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.retiring import GRACE_SECONDS
 from kvtier.tiers.core.settings import TierSettings
+from kvtier.tiers.core.slot_reclaim import SlotReclaimer
 from kvtier.tiers.errors import LeaseNotFound, StoreNotFound
 from kvtier.tiers.eviction.quotas import Tenant
 from kvtier.tiers.types import DurableStatus, EngineSession, HandoffDirection, MissReason, NamespaceSpec, StoreId
@@ -394,6 +395,7 @@ def test_a_tenant_within_its_quota_loses_no_dense_extent() -> None:
     assert server.store(server.bob, 1) == NO_ROOM
     assert not server.retiring()
     server.core._cpu_tier.evict([b for n in range(SLOTS // 2 + 1) if (b := server.block(n))])
+    server.wait(1)
     server.store(server.bob, 1)
     assert server.store(server.bob, 1) != NO_ROOM
 
@@ -407,6 +409,24 @@ def test_retained_blocks_keep_an_extent_only_from_tenants_without_quotas() -> No
         server.store(server.bob, 1)
         statuses = server.store(server.bob, 1)
         assert (statuses == NO_ROOM) is not bool(quota)
+
+
+def test_a_search_that_finds_no_extent_is_repeated_after_a_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused stores of one tenant cost one search per second."""
+    server = Server()
+    for number in pinned(server.fill()):
+        server.store(server.alice, number, retain=NO_TIME)
+    searches: list[object] = []
+    search = SlotReclaimer.extent_to_retire
+    monkeypatch.setattr(
+        SlotReclaimer, "extent_to_retire", lambda *arguments: searches.append(1) or search(*arguments)  # type: ignore[func-returns-value]
+    )
+    for _ in range(10):
+        assert server.store(server.bob, 1) == NO_ROOM
+    assert len(searches) == 1
+    server.wait(1)
+    server.store(server.bob, 1)
+    assert len(searches) == 2
 
 
 def test_a_search_for_pins_runs_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
