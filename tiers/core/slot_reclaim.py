@@ -168,9 +168,7 @@ class SlotReclaimer:
                 found.append((cost, extent))
         return min(found, key=lambda each: each[0])[1] if found else None
 
-    def _cost(
-        self, extent: Extent, taker: TenantShare, *, is_within: bool, may_be_own: bool
-    ) -> tuple[int, ...] | None:
+    def _cost(self, extent: Extent, taker: TenantShare, *, is_within: bool, may_be_own: bool) -> tuple[int, ...] | None:
         """Returns what the retirement of an extent costs, the most important part first.
 
         Returns None if a lost process may write to a slot, or if other shares would lose more than

@@ -228,9 +228,7 @@ class HeldParts(Pins):
 
 
 @pytest.mark.parametrize("quota", [0, EXTENT], ids=["no-quotas", "quotas"])
-@pytest.mark.parametrize(
-    "kind", [RenewedLease, NewLeases, RenewedHold, NewHolds, NewClaims, OpenStores, HeldParts]
-)
+@pytest.mark.parametrize("kind", [RenewedLease, NewLeases, RenewedHold, NewHolds, NewClaims, OpenStores, HeldParts])
 def test_a_pinned_block_per_extent_keeps_no_tenant_out(kind: type[Pins], quota: int) -> None:
     """After the time for pins, blocks of another size find room, however the pins are made."""
     server = Server(*([Tenant("bob", BOB, {"cpu": quota})] if quota else []))
@@ -419,7 +417,9 @@ def test_a_search_that_finds_no_extent_is_repeated_after_a_tick(monkeypatch: pyt
     searches: list[object] = []
     search = SlotReclaimer.extent_to_retire
     monkeypatch.setattr(
-        SlotReclaimer, "extent_to_retire", lambda *arguments: searches.append(1) or search(*arguments)  # type: ignore[func-returns-value]
+        SlotReclaimer,
+        "extent_to_retire",
+        lambda *arguments: searches.append(1) or search(*arguments),  # type: ignore[func-returns-value]
     )
     for _ in range(10):
         assert server.store(server.bob, 1) == NO_ROOM

@@ -88,13 +88,12 @@ def check_retained(world: World) -> None:
     book, now = world.settings_model, world.environment.latest
     retired = world.retired_with(world.gone)
     gone = [block for block in world.gone if block not in retired]
+    promised = [block for block in world.gone if book.retained.get(block, 0.0) > now]
     by_quota = retired if len(world.core_view.stats.tiers[0].shares) > 1 else ()
-    for block in world.gone:
-        if book.retained.get(block, 0.0) > now and world.doing != "reset" and block.name not in world.deleted:
-            if block not in by_quota:
-                what = f"should stay until {book.retained[block]}, it is {now}"
-                raise Violation(Invariant.RETAINED, f"{block.key!r} {what}")
-            world.saw("retained blocks evicted with their extent")
+    world.saw("retained blocks evicted with their extent", not set(promised).isdisjoint(by_quota))
+    for block in [block for block in promised if block not in by_quota]:
+        if world.doing != "reset" and block.name not in world.deleted:
+            raise Violation(Invariant.RETAINED, f"{block.key!r} should stay until {book.retained[block]}, it is {now}")
     if gone and world.doing == "next_slice":
         _check_spare_room(world, gone)
     elif world.doing not in (*MAKE_ROOM, *TICKS, "reset") and not {block.name for block in gone} <= world.deleted:

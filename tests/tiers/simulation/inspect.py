@@ -262,7 +262,9 @@ def retirements(core: TierManager) -> dict[int, float]:
 
 def taker(core: TierManager, number: int) -> TenantShare:
     """Returns the share of the tenant for which an extent began to retire."""
-    [tenant] = [each.tenant for extent, each in core._cpu_tier.retiring._all.items() if extent.offset == number * EXTENT]
+    [tenant] = [
+        each.tenant for extent, each in core._cpu_tier.retiring._all.items() if extent.offset == number * EXTENT
+    ]
     return core._cpu_tier.queues.shares.of(NamespaceId(tenant))
 
 
