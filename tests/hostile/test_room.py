@@ -1,7 +1,8 @@
 """Room in the CPU tier: leases and waiting lookups of a tenant do not keep out another tenant.
 
 The attacker "acme" pins all that it may, waits with many lookups, and withdraws grants in masses.
-The victim "zeta" has a prefix on the disk, and looks it up with `wait`.
+The victim "zeta" has a prefix on the disk, and looks it up with `wait`. It stores blocks of another
+size, too.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ import itertools
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import pytest
 from harness.auth_site import Site, make_site
 from harness.payloads import filled, is_payload, key_of, namespace_of, payload
+from harness.polling import wait_until
 from harness.raw import RawSession
 from harness.server_process import MIB
 
-from kvtier.client import Client, StoreStatus, Timeouts
+from kvtier.client import Client, KVTierError, StoreStatus, Timeouts
 from kvtier.protos.v1 import cache_pb2
 from kvtier.protos.wire.packed_keys import pack_keys
 
@@ -45,12 +48,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         assert '"call failed"' not in made.server.log, "a defect, answered with INTERNAL"
 
 
-def _client(site: Site, holder: str) -> Client:
+def _client(site: Site, holder: str, part: int = PART) -> Client:
     tenant = holder.partition("-")[0]
     timeouts = Timeouts(connect=TIMEOUT, call=TIMEOUT, transfer=TIMEOUT)
     return Client(
         site.server.tcp,
-        namespace=namespace_of(PART, tenant=tenant),
+        namespace=namespace_of(part, tenant=tenant),
         credentials=site.credentials(holder),
         timeouts=timeouts,
     )
@@ -181,3 +184,28 @@ def test_a_grant_that_is_withdrawn_before_its_call(site: Site) -> None:
     raw.cache.WithdrawGrants(cache_pb2.WithdrawGrantsRequest(session=raw.ref, grant_ids=[8]), timeout=TIMEOUT)
     assert site.server.status().stores == 0
     raw.end()
+
+
+@pytest.mark.parametrize("quota", ["", f'[tenants.zeta]\nquota = {{ cpu = "{REGION // 4}" }}\n'], ids=["", "quotas"])
+def test_a_leased_block_in_each_extent(tmp_path: Path, quota: str) -> None:
+    """The attacker leases every fourth block, again and again; the victim stores a block of another size."""
+    made = make_site(tmp_path, region=REGION, config=quota)
+    with made.server.start(), _client(made, "acme-far") as attacker, _client(made, "zeta-engine", 2 * PART) as victim:
+        for start in range(0, BLOCKS, 16):
+            batch = ATTACKERS[start : start + 16]
+            attacker.store(batch, [payload(key, PART) for key in batch])
+            attacker.flush(batch, wait=30)
+        few = ATTACKERS[::4]
+        leases = [attacker.lookup(few, lease=600, prefix=False)]
+        key = key_of(0, salt="larger")
+
+        def stored() -> bool:
+            leases.append(attacker.lookup(few, lease=600, prefix=False))
+            return StoreStatus.NO_ROOM not in victim.store([key], [payload(key, 2 * PART)])
+
+        wait_until(stored, 2 * TIMEOUT, interval=0.5)
+        buffers = filled(1, 2 * PART)
+        assert victim.load([key], buffers, wait=WAIT) == 1
+        assert is_payload(key, buffers[0])
+        with pytest.raises(KVTierError), attacker.read(leases[0], [0]):
+            pass

@@ -17,8 +17,10 @@ __all__ = ["KEPT_EMPTY", "BlockIndex"]
 KEPT_EMPTY = 1024
 """Number of namespaces without blocks that may stay in a tier's index, about 350 bytes each."""
 
+_RESET = NamespaceIndex(invalidated=True)
+"""Marks pinned blocks from before a reset, which waits for the end of their pins."""
 _UNLINKED = NamespaceIndex(invalidated=True)
-"""Marks blocks that were removed from the index one by one."""
+"""Marks other pinned blocks that are in no index any more."""
 
 
 class BlockIndex:
@@ -58,6 +60,8 @@ class BlockIndex:
         if index and index.blocks:
             index.invalidated = True
             self._invalidated.setdefault(namespace, deque()).append(index)
+        for block in self._unlinked.get(namespace, ()):
+            block.namespace_index = _RESET
 
     def take_invalidated(self, most: int) -> list[Block]:
         """Unlinks up to `most` blocks of invalidated indexes, latest first, and returns them.
@@ -74,7 +78,7 @@ class BlockIndex:
             if not indexes:
                 del self._invalidated[namespace]
         for block in taken:
-            self._keep_unlinked(block)
+            self._keep(block, _RESET)
         return taken
 
     @property
@@ -84,17 +88,18 @@ class BlockIndex:
     def pending_reset_blocks(self, namespace: NamespaceId) -> int:
         """Returns how many blocks a reset must still drop, except those in a stalled tier's job."""
         waited = sum(len(index.blocks) for index in self._invalidated.get(namespace, ()))
-        return waited + sum(not block.stalled for block in self._unlinked.get(namespace, ()))
+        pinned = self._unlinked.get(namespace, ())
+        return waited + sum(block.namespace_index is _RESET and not block.stalled for block in pinned)
 
     def unlink(self, block: Block) -> None:
         """Removes a pinned block from the index. The block is dropped when its last pin ends."""
         del block.namespace_index.blocks[block.key]
-        self._keep_unlinked(block)
+        self._keep(block, _UNLINKED)
 
     def remove(self, block: Block) -> bool:
         """Removes a block; returns whether it was in an index, valid or invalidated."""
         index = block.namespace_index
-        if index is not _UNLINKED:
+        if index is not _UNLINKED and index is not _RESET:
             del index.blocks[block.key]
             return True
         pinned = self._unlinked[block.namespace]
@@ -103,6 +108,6 @@ class BlockIndex:
             del self._unlinked[block.namespace]
         return False
 
-    def _keep_unlinked(self, block: Block) -> None:
-        block.namespace_index = _UNLINKED
+    def _keep(self, block: Block, mark: NamespaceIndex) -> None:
+        block.namespace_index = mark
         self._unlinked.setdefault(block.namespace, set()).add(block)

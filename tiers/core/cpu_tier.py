@@ -10,19 +10,16 @@ from ..eviction.queues import EvictionQueue, EvictionQueues, by_queue
 from ..eviction.quotas import TenantShare
 from ..stats.eviction_history import EvictionHistory
 from ..stats.snapshots import TierStats
-from ..types import MissReason, NamespaceSpec
+from ..types import MissReason, NamespaceSpec, tenant_of
 from .block import Block
 from .block_index import BlockIndex
 from .event_log import EventLog
+from .retiring import RetiringExtents
 from .slot_allocator import SlotAllocator
 from .slot_reclaim import SlotReclaimer
+from .spare_room import SpareRoom
 
 __all__ = ["CpuTier"]
-
-MAX_SPARE = 1024
-"""Limit of slots that are freed in advance, so that the event loop is not delayed."""
-
-_FEW_SPARES = 8
 
 SLICE = 512
 """Number of blocks that one slice of a reset drops: 1 ms, or 4 ms with a million blocks."""
@@ -63,15 +60,16 @@ class CpuTier:
         self._detached: dict[int, TenantShare] = {}
         """Tenant share of each slot without a block, by offset."""
         self._reclaimer = SlotReclaimer(self.memory, queues, self._owners)
+        self.retiring = RetiringExtents(
+            self.memory,
+            self._reclaimer,
+            owner_of=self._owners.get,
+            evict=self.evict,
+            evict_pinned=self._evict_pinned,
+        )
         self._queue_of: dict[tuple[NamespaceId, int], EvictionQueue[Block]] = {}
         """Cache of `queues.queue_for`, by namespace and part size."""
-        self._spare_part = spare_part
-        self._under_pressure: set[int] = set()
-        """Size classes for which a store found too few free slots. A class stays in the set until
-        more than twice the slots of its last store are free."""
-        self._spare_demand: dict[int, int] = {}
-        """Per size class under pressure, the number of slots that its last store needed.
-        `make_spare_room` removes the classes that it has handled."""
+        self._spare = SpareRoom(self.memory, spare_part)
         self._unevictable: set[TenantShare] = set()
         """Shares at their limit without an evictable block. A search would look at all of their
         blocks, which are pinned: 15 ms for 58,000 blocks. An unpinned block ends this state."""
@@ -151,7 +149,7 @@ class CpuTier:
         self.has_more_room = True  # for example, the retention of blocks has ended
         self._unevictable.clear()
         self._index.forget_empty()
-        self._forget_classes()
+        self._spare.forget_classes(self.queues.of_class)
         gone = []
         for block in self.queues.tick(now):
             if block.pins or block.retained:
@@ -170,7 +168,7 @@ class CpuTier:
         """
         for queue, mine in by_queue(blocks):
             wanted = mine if rank is not None else [each for each in mine for _ in range(each.slots.count(None))]
-            offsets = self._take(queue.share, queue.size_class, len(wanted))
+            offsets = self._take(queue, len(wanted), tenant_of(mine[0].namespace))
             self.no_room += len(wanted) - len(offsets)
             self._owners.update(zip(offsets, wanted, strict=False))
             if rank is not None:
@@ -204,12 +202,13 @@ class CpuTier:
     def _missing_slots(self, slot_bytes: int, count: int) -> int:
         """Returns how many blocks to evict for a store of `count` slots that leaves spare slots."""
         free = self.memory.free_slots(slot_bytes)
-        spare = self._spare_slots(slot_bytes, count) if slot_bytes in self._under_pressure else 0
+        spare = self._spare.slots(slot_bytes, count) if slot_bytes in self._spare.under_pressure else 0
         return count - max(0, free - spare)
 
     def unpin(self, blocks: Iterable[Block]) -> None:
         """Removes one pin per block; drops unpinned blocks that are empty or must be evicted."""
         self.has_more_room = True
+        blocks = list(blocks) if self.retiring else blocks
         dropped: dict[MissReason, list[Block]] = {}
         for block in blocks:
             block.pins = pins = block.pins - 1
@@ -228,6 +227,8 @@ class CpuTier:
                 self._unevictable.discard(block.queue.share)
         for reason, gone in dropped.items():
             self.drop(gone, reason)
+        if self.retiring:
+            self.retiring.unpinned(blocks)
 
     def detach_slot(self, block: Block, rank: int) -> int:
         """Removes the slot of an unwritten part from the block. `release` frees the slot later."""
@@ -342,6 +343,15 @@ class CpuTier:
         self.drop(blocks)
         self.evictions += len(blocks)
 
+    def _evict_pinned(self, blocks: Sequence[Block]) -> None:
+        """Evicts ready blocks whose slots stay in use until their last pin ends."""
+        for block in blocks:
+            self._history.record(block.namespace, block.key, block.skip_reason or MissReason.EVICTED)
+            if self._events.is_on:
+                self._events.removed(block.namespace, block.key)
+            self.unlink(block)
+        self.evictions += len(blocks)
+
     def stats(self, name: str, capacity_bytes: int, *, hits: int, misses: int) -> TierStats:
         return TierStats(
             name=name,
@@ -369,32 +379,26 @@ class CpuTier:
         self._queue_of[spec.id, part_bytes] = queue
         return queue
 
-    def _take(self, share: TenantShare, slot_bytes: int, count: int) -> list[int]:
-        """Returns up to `count` free slots for a share, in ascending order; evicts if necessary."""
+    def _take(self, queue: EvictionQueue[Block], count: int, tenant: bytes) -> list[int]:
+        """Returns up to `count` free slots for a queue, in ascending order; evicts if necessary."""
+        share, slot_bytes = queue.share, queue.size_class
         count = self._within_limit(share, slot_bytes, count)
         offsets = self.memory.allocate(slot_bytes, count)
         share.used += slot_bytes * len(offsets)
-        if len(offsets) < count:
-            self._under_pressure.add(slot_bytes)
-        if slot_bytes in self._under_pressure and self._spare_slots(slot_bytes, count):
-            self._spare_demand[slot_bytes] = count
+        self._spare.wanted(slot_bytes, count, has_enough=len(offsets) == count)
         while len(offsets) < count and self._make_room(share, slot_bytes, count - len(offsets)):
             fresh = self.memory.allocate(slot_bytes, count - len(offsets))
             share.used += slot_bytes * len(fresh)
             offsets += fresh
+        if len(offsets) < count:
+            self.retiring.want(tenant, share, slot_bytes, count - len(offsets))
         offsets.sort()
         return offsets
-
-    def _forget_classes(self) -> None:
-        """Forgets the demand of size classes without blocks, which shares the spare part."""
-        for slot_bytes in [each for each in self._under_pressure if not self.queues.of_class(each)]:
-            self._under_pressure.discard(slot_bytes)
-            self._spare_demand.pop(slot_bytes, None)
 
     @property
     def needs_spare_room(self) -> bool:
         """Whether to call `make_spare_room`, so that the next store need not evict blocks first."""
-        return bool(self._spare_demand) and len(self.queues.shares) == 1
+        return bool(self._spare.demand) and len(self.queues.shares) == 1
 
     def make_spare_room(self) -> bool:
         """Evicts for one size class in advance, as if the next store were as large as the last.
@@ -403,23 +407,10 @@ class CpuTier:
         share must free memory depends on the tenant of the next store.
         """
         if self.needs_spare_room:
-            slot_bytes, count = self._spare_demand.popitem()
-            free = self.memory.free_slots(slot_bytes)
-            wanted = self._spare_slots(slot_bytes, count) - free
-            if wanted > 0:
-                self._make_room(self.queues.shares.rest, slot_bytes, wanted)
-            elif free > 2 * count:
-                self._under_pressure.discard(slot_bytes)
+            slot_bytes, missing = self._spare.next()
+            if missing > 0:
+                self._make_room(self.queues.shares.rest, slot_bytes, missing)
         return self.needs_spare_room
-
-    def _spare_slots(self, slot_bytes: int, count: int) -> int:
-        """Returns the slots to keep free for a store of `count` slots; 0 if that is too many.
-
-        The size classes under pressure share the spare part of the memory equally.
-        """
-        part = self._spare_part / max(1, len(self._under_pressure))
-        most = int(part * self.memory.available_bytes / slot_bytes)
-        return min(count, most, MAX_SPARE) if count <= _FEW_SPARES * most else 0
 
     def _within_limit(self, share: TenantShare, slot_bytes: int, count: int) -> int:
         """Evicts from a share if `count` slots exceed its limit; returns how many it may get."""

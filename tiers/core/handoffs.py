@@ -8,7 +8,7 @@ stores the blocks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ..base import NamespaceId
@@ -325,6 +325,12 @@ class HandoffHandler:
         for hold in [hold for hold in self._table if hold.expires_at <= now]:
             self._stats[hold.direction].expired += 1
             self._end(hold, HoldEnd.EXPIRED, now)
+
+    def give_up(self, hold: Hold, blocks: Collection[Block]) -> None:
+        """Gives up those of these blocks that are ready, if the hold is open."""
+        if self._table.get(hold.name) is hold:
+            items = enumerate(hold.items)
+            self._table.give_up(hold, [item for item, block in items if block in blocks and block.ready])
 
     def reset(self, namespace: NamespaceId, now: float) -> None:
         """Ends all holds of a namespace. Called before the CPU tier drops the blocks.

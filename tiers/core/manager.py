@@ -16,7 +16,7 @@ from ..stats.request_log import RequestRecord
 from ..types import EngineSession, JobId, LeaseId, NamespaceSpec, Negotiation, Owner, StoreAnswer, StoreId
 from .bulk_eviction import Eviction, EvictionRequest
 from .call_specs import LookupSpec, StoreSpec
-from .commands import Command, LeaseSettled
+from .commands import Command
 from .in_flight_stores import STORE_SLICE, Preparation, Store
 from .leases import LOOKUP_SLICE, BlockLease, LookupAnswer
 from .operations import Operation
@@ -36,6 +36,7 @@ class TierManager(CoreParts):
 
     def take_commands(self) -> list[Command]:
         self._lookups.room.offer_if_changed()
+        self._sliced_work.continue_if(self._cpu_tier.retiring.has_work)
         commands, self._commands[:] = self._commands.copy(), []
         return commands
 
@@ -216,14 +217,11 @@ class TierManager(CoreParts):
         self._events.tick(now)
         self._sliced_work.expire(now)
         self._handoffs.tick(now)
-        expired = self._lookups.leases.expired(now)
-        self._expired_leases += len(expired)
-        self._lookups.end(expired)
-        self._commands += (LeaseSettled(lease.id) for lease in expired)
+        self._end_leases(self._lookups.leases.expired(now))
         for store in self._stores.table.expired(now):
-            self._expired_stores += 1
-            session = self._sessions.get(store.owner.session_id)
-            self._stores.abandon(store, session.writers if session else set())
+            self._end_store(store)
+        overdue = self._cpu_tier.retiring.tick(now)
+        self._sliced_work.continue_if(self._overdue_pins.begin(overdue))
 
     def work(self) -> None:
         """Runs the next slice of incremental work. Called once for each `ContinueWork` command."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -14,7 +14,7 @@ from ..stats.miss_ratio_curve import MissRatioCurves
 from ..stats.request_log import RequestLog
 from ..stats.snapshots import ManagerStats, NamespaceStats
 from ..types import EngineSession
-from .commands import Command
+from .commands import Command, LeaseSettled
 from .completions import CompletionHandler, Durability
 from .conversation_tasks import ConversationTasks
 from .cpu_tier import CpuTier
@@ -22,7 +22,10 @@ from .event_log import EventLog
 from .event_replay import EventReplay
 from .handoff_log import HandoffLog
 from .handoffs import HandoffHandler
+from .in_flight_stores import Store
+from .leases import BlockLease
 from .lookups import LookupHandler
+from .overdue_pins import OverduePins
 from .requests import Request, RequestTable
 from .residency import SharedTierQueries
 from .settings import CPU_TIER, TierSettings
@@ -175,7 +178,30 @@ class CoreParts:
             continue_if=self._sliced_work.continue_if,
         )
 
+        overdue = self._overdue_pins = OverduePins(
+            cpu_tier=self._cpu_tier,
+            leases=self._lookups.leases,
+            stores=self._stores.table,
+            handoffs=handoffs,
+            settle=self._completions.settle,
+            end_leases=self._end_leases,
+            abandon=self._end_store,
+        )
+        self._sliced_work.overdue_pins = overdue.end_slice
+
         self.store_of_grant, self.is_quarantined = self._stores.table.by_grant.get, self._stores.table.is_quarantined
+
+    def _end_leases(self, leases: Collection[BlockLease]) -> None:
+        """Ends leases without their clients."""
+        self._expired_leases += len(leases)
+        self._lookups.end(leases)
+        self._commands += (LeaseSettled(lease.id) for lease in leases)
+
+    def _end_store(self, store: Store) -> None:
+        """Ends a store without its client."""
+        self._expired_stores += 1
+        session = self._sessions.get(store.owner.session_id)
+        self._stores.abandon(store, session.writers if session else set())
 
     def stats(self) -> ManagerStats:
         hits, misses = self._counters.hits, self._counters.misses

@@ -86,6 +86,8 @@ class IncrementalWork:
         self.unpins = UnpinQueue(self.continue_if)
         self.hold_unpins = UnpinQueue(self.continue_if)
         """Those of ended holds. A publication that lacks room waits only for these."""
+        self.overdue_pins: Callable[[], bool] = bool
+        """Ends a slice of the pins in retiring extents; returns whether any may be left."""
         self._commands = commands
         self._continue_requested = False
 
@@ -103,9 +105,11 @@ class IncrementalWork:
         self._continue_requested = False
         slices: tuple[Callable[[], bool], ...] = (
             self._cpu_tier.make_spare_room,
+            self._retire_extents,
             self._cpu_tier.reset_slice,
             self.unpins.unpin_slice,
             self.hold_unpins.unpin_slice,
+            self.overdue_pins,
             partial(self._drop_expired, now),
         )
         errors: list[Exception] = []
@@ -115,6 +119,12 @@ class IncrementalWork:
             raise ExceptionGroup("several slices", errors)
         if errors:
             raise errors[0]
+
+    def _retire_extents(self) -> bool:
+        if not self._cpu_tier.retiring.has_work:
+            return False
+        self._cpu_tier.has_more_room = True  # an extent without pins is free at once
+        return self._cpu_tier.retiring.work()
 
     def expire(self, now: float) -> None:
         self.continue_if(self._drop_expired(now))

@@ -2,11 +2,13 @@
 
 Blocks of several sizes share one region (groups of a hybrid model, or two models). A size class
 claims an extent and cuts it into equal slots. When all slots of an extent are free again, any class
-may claim the extent. So there is no fragmentation within a class.
+may claim the extent. So there is no fragmentation within a class. A retiring extent gives no slot.
+When all of its slots are free, it goes to the class that wants it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import groupby
 
@@ -22,7 +24,7 @@ matters only for more than 64 ranks."""
 class Extent:
     """A piece of the region that belongs to one size class or to none."""
 
-    __slots__ = ("free", "offset", "slot_bytes", "used")
+    __slots__ = ("free", "next_class", "offset", "setbacks", "slot_bytes", "used")
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
@@ -30,6 +32,10 @@ class Extent:
         self.free: list[int] = []
         """Offsets of free slots; allocated from the end."""
         self.used = 0
+        self.next_class = 0
+        """The size class that gets the extent when all slots are free; 0 if it is not retiring."""
+        self.setbacks = 0
+        """How often the extent has stayed with its class, although another one wanted it."""
 
 
 class SlotAllocator:
@@ -41,6 +47,10 @@ class SlotAllocator:
         self._extents: dict[int, Extent] = {}
         self._unclaimed: list[Extent] = []
         self._with_room: dict[int, dict[Extent, None]] = {}
+
+    def __len__(self) -> int:
+        """Number of extents."""
+        return len(self._extents)
 
     def add_memory(self, offset: int, nbytes: int) -> None:
         """Adds whole extents; a remainder at the end is not used."""
@@ -73,7 +83,7 @@ class SlotAllocator:
             extent.used += number
             taken += offsets
             if not extent.free:
-                self._is_full(extent)
+                self._has_no_room(extent)
         taken.sort()
         return taken
 
@@ -83,9 +93,31 @@ class SlotAllocator:
             free = list(together)
             extent.free += free
             extent.used -= len(free)
-            self._with_room.setdefault(extent.slot_bytes, {})[extent] = None
+            if not extent.next_class:
+                self._with_room.setdefault(extent.slot_bytes, {})[extent] = None
             if not extent.used:
                 self._give_back(extent)
+
+    def retire(self, extent: Extent, next_class: int) -> None:
+        """Gives no slot of an extent from now on. The extent must have slots in use."""
+        extent.next_class = next_class
+        self._has_no_room(extent)
+
+    def restore(self, extent: Extent) -> None:
+        """Ends the retirement of an extent, which stays with its class."""
+        extent.next_class = 0
+        extent.setbacks += 1
+        if extent.free:
+            self._with_room.setdefault(extent.slot_bytes, {})[extent] = None
+
+    def give_back_unused(self, extent: Extent) -> None:
+        """Lets any class claim an extent that a class got after a retirement and has not used."""
+        if extent.slot_bytes and not extent.used:
+            self._give_back(extent)
+
+    def extents_per_class(self) -> Counter[int]:
+        """Returns the number of extents by size class; a retiring one counts for the next class."""
+        return Counter(extent.next_class or extent.slot_bytes for extent in self._extents.values())
 
     def in_use(self, extent: Extent) -> set[int]:
         return set(self.slots_of(extent)).difference(extent.free)
@@ -120,20 +152,30 @@ class SlotAllocator:
         if not self._unclaimed or slot_bytes > self.extent_bytes:
             return None
         extent = self._unclaimed.pop()
+        self._cut(extent, slot_bytes)
+        return extent
+
+    def _cut(self, extent: Extent, slot_bytes: int) -> None:
+        """Divides an extent without used slots into slots of a class."""
         extent.slot_bytes = slot_bytes
         extent.free = list(self.slots_of(extent))[::-1]
         self._with_room.setdefault(slot_bytes, {})[extent] = None
-        return extent
 
-    def _is_full(self, extent: Extent) -> None:
+    def _has_no_room(self, extent: Extent) -> None:
         """Removes an extent from those with room, and its class if that was the last one."""
-        with_room = self._with_room[extent.slot_bytes]
+        with_room = self._with_room.get(extent.slot_bytes, {})
         with_room.pop(extent, None)
         if not with_room:
-            del self._with_room[extent.slot_bytes]
+            self._with_room.pop(extent.slot_bytes, None)
 
     def _give_back(self, extent: Extent) -> None:
-        self._is_full(extent)
+        """Gives an extent without used slots to the class that wants it, or to any class."""
+        self._has_no_room(extent)
+        extent.setbacks = 0
+        if extent.next_class:
+            self._cut(extent, extent.next_class)
+            extent.next_class = 0
+            return
         extent.slot_bytes = 0
         extent.free = []
         self._unclaimed.append(extent)

@@ -4,12 +4,13 @@ To free slots, blocks of the same size class are evicted. Memory moves between c
 extents: class A gets an extent of class B if B's longest idle block has been idle for longer than
 A's. Without this rule, blocks of an unloaded model would occupy the region forever. Class A gets an
 extent without this condition if it has no victim, or if the tenant that needs the memory is within
-its quota.
+its quota. If each extent of another class has a pinned block, the class gets one that retires
+(`retiring.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, filterfalse, islice
 from operator import attrgetter
 
@@ -35,6 +36,8 @@ class SlotReclaimer:
         self._owners = owners
         self._searched: Extent | None = None
         """The extent at which the last search of `_any_idle_extent` ended."""
+        self._weighed: Extent | None = None
+        """The same for `extent_to_retire`."""
 
     def victims(self, share: TenantShare, slot_bytes: int, count: int) -> list[Block]:
         """Returns blocks whose eviction frees some of `count` slots, or an extent; may be empty."""
@@ -140,6 +143,50 @@ class SlotReclaimer:
                     return blocks
         return []
 
+    def extent_to_retire(self, share: TenantShare, slot_bytes: int, taken: Container[Extent]) -> Extent | None:
+        """Returns the extent of another class that costs least to retire, among those examined.
+
+        `taken`: extents that do not retire. A class with extents takes none from a class with
+        fewer, or with one more, because neither of them could keep it. A share within its quota
+        takes from each class, if the extent has not only its own blocks.
+        """
+        is_within = share.quota - share.used >= slot_bytes
+        per_class = self._memory.extents_per_class()
+        least = per_class[slot_bytes] + 2 if per_class[slot_bytes] else 1
+        examined, found = 0, list[tuple[tuple[int, ...], Extent]]()
+        for extent in self._memory.extents_after(self._weighed):
+            if examined >= _SEARCHED_SLOTS:
+                break
+            self._weighed = extent
+            examined += 1
+            is_larger = per_class[extent.slot_bytes] >= least
+            if extent.slot_bytes in (0, slot_bytes) or extent in taken or not (is_larger or is_within):
+                continue
+            examined += self._memory.extent_bytes // extent.slot_bytes
+            cost = self._cost(extent, share, is_within=is_within, may_be_own=is_larger)
+            if cost is not None:
+                found.append((cost, extent))
+        return min(found, key=lambda each: each[0])[1] if found else None
+
+    def _cost(self, extent: Extent, taker: TenantShare, *, is_within: bool, may_be_own: bool) -> tuple[int, ...] | None:
+        """Returns what the retirement of an extent costs, the most important part first.
+
+        Returns None if a lost process may write to a slot, or if other shares would lose more than
+        they must. Only a share within its quota takes retained blocks, and blocks of shares within
+        theirs: up to half an extent, so that few blocks of a share do not keep all extents.
+        """
+        owners = [self._owners.get(slot) for slot in self._memory.in_use(extent)]
+        blocks = {owner for owner in owners if owner is not None}
+        if None in owners or (not is_within and any(block.retained for block in blocks)):
+            return None
+        freed = _freed_per_share(blocks)
+        if freed.keys() == {taker} and not may_be_own:
+            return None
+        guaranteed = sum(nbytes for share, nbytes in freed.items() if share is not taker and share.excess < nbytes)
+        if guaranteed > (self._memory.extent_bytes // 2 if is_within else 0):
+            return None
+        return guaranteed, extent.setbacks, sum(block.pins > 0 for block in blocks), extent.used
+
     def _blocks_of_extent(self, block: Block, share: TenantShare, blocked: set[int]) -> list[Block] | None:
         """Returns all blocks of an extent that has a slot of `block`, if all are evictable.
 
@@ -179,8 +226,13 @@ def _freed_bytes(block: Block) -> int:
 
 def _all_evictable(blocks: Sequence[Block], taker: TenantShare) -> bool:
     """Returns whether every share except the taker keeps its quota after the eviction."""
+    freed = _freed_per_share(blocks)
+    return all(share is taker or share.excess >= nbytes for share, nbytes in freed.items())
+
+
+def _freed_per_share(blocks: Iterable[Block]) -> Mapping[TenantShare, int]:
     freed: dict[TenantShare, int] = {}
     for block in blocks:
         share = block.queue.share
         freed[share] = freed.get(share, 0) + _freed_bytes(block)
-    return all(share is taker or share.excess >= nbytes for share, nbytes in freed.items())
+    return freed

@@ -120,7 +120,7 @@ def _slots(core: TierManager, core_view: CoreView) -> Iterator[tuple[str, Any, A
     with_room: dict[int, set[Any]] = {}
     for extent in memory._extents.values():
         yield f"slots of {extent.offset}", extent.used + len(extent.free), len(memory.slots_of(extent))
-        if extent.free:
+        if extent.free and not extent.next_class:
             with_room.setdefault(extent.slot_bytes, set()).add(extent)
     yield "extents with room", {size: set(extents) for size, extents in memory._with_room.items()}, with_room
     unclaimed = [extent for extent in memory._extents.values() if not extent.slot_bytes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
+from kvtier.tiers.core.block import Block
 from kvtier.tiers.negotiation import NamespaceId
 from kvtier.tiers.stats.snapshots import TierStats
 from kvtier.tiers.types import SLOT_ALIGNMENT, ShareStats
@@ -12,13 +13,12 @@ from kvtier.tiers.types import SLOT_ALIGNMENT, ShareStats
 from . import inspect as inside
 from .model import EXTENT, Invariant, Name, Violation
 from .tier_settings import tenant_of
-from .world import World
+from .world import TICKS, World
 
 __all__ = ["check_conversations", "check_quotas", "check_retained", "check_ttl"]
 
 MAKE_ROOM = ("prepare_store", "look_up", "prefetch", "publish", "evict")
 """Events in which the CPU tier may evict blocks, to make room or on demand."""
-TICKS = ("tick", "stop_clock", "jump_forward", "jump_back")
 
 
 def check_quotas(world: World) -> None:
@@ -86,12 +86,16 @@ def _check_victims(world: World, tier: TierStats, names: Iterable[Name]) -> None
 def check_retained(world: World) -> None:
     """Retained blocks stay until their time or a reset; no visible block leaves without a cause."""
     book, now = world.settings_model, world.environment.latest
-    gone = world.gone
-    for block in gone:
-        if book.retained.get(block, 0.0) > now and world.doing != "reset" and block.name not in world.deleted:
+    retired = world.retired_with(world.gone)
+    gone = [block for block in world.gone if block not in retired]
+    promised = [block for block in world.gone if book.retained.get(block, 0.0) > now]
+    by_quota = retired if len(world.core_view.stats.tiers[0].shares) > 1 else ()
+    world.saw("retained blocks evicted with their extent", not set(promised).isdisjoint(by_quota))
+    for block in [block for block in promised if block not in by_quota]:
+        if world.doing != "reset" and block.name not in world.deleted:
             raise Violation(Invariant.RETAINED, f"{block.key!r} should stay until {book.retained[block]}, it is {now}")
     if gone and world.doing == "next_slice":
-        _check_spare_room(world)
+        _check_spare_room(world, gone)
     elif world.doing not in (*MAKE_ROOM, *TICKS, "reset") and not {block.name for block in gone} <= world.deleted:
         raise Violation(Invariant.RETAINED, f"{gone[0].key!r} went for no reason")
     for number, names in enumerate(world.gone_below):
@@ -105,14 +109,14 @@ def check_retained(world: World) -> None:
                 raise Violation(Invariant.RETAINED, f"{tier.name}: {share} retains too much")
 
 
-def _check_spare_room(world: World) -> None:
+def _check_spare_room(world: World, gone: list[Block]) -> None:
     """Evictions ahead of a store free few slots or one extent, and none with quotas."""
     cpu = world.core_view.stats.tiers[0]
-    sizes = [block.allocated_bytes for block in world.gone]
+    sizes = [block.allocated_bytes for block in gone]
     spare = world.settings_model.settings.spare_part * cpu.capacity_bytes
     world.saw("room made ahead")
     if not spare or len(cpu.shares) > 1:
-        raise Violation(Invariant.RETAINED, f"{world.gone[0].key!r} went for no reason")
+        raise Violation(Invariant.RETAINED, f"{gone[0].key!r} went for no reason")
     if sum(sizes) - max(sizes) >= max(spare, EXTENT * max(len(block.slots) for block in world.gone)):
         raise Violation(Invariant.RETAINED, f"{sum(sizes)} bytes were evicted ahead, of {spare} at most")
 

@@ -32,6 +32,10 @@ def check_held(world: World) -> None:
 
 def _check_items(world: World, record: HoldRecord) -> None:
     hold = record.hold
+    given_up = [item for item, at in record.at.items() if hold.items[item] is None and at[0] in world.overdue]
+    world.saw("holds that gave up pinned blocks", bool(given_up))
+    for item in given_up:
+        del record.at[item]
     for item, block in enumerate(hold.items):
         before = record.at.get(item)
         if before is not None and (block is not before[0] or not block.ready or tuple(block.slots) != before[1]):

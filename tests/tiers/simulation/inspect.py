@@ -31,7 +31,13 @@ from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import TenantShare
 from kvtier.tiers.types import EngineSession, NamespaceSpec, tenant_of
 
-from .model import Name
+from .model import EXTENT, Name
+
+GRACE_SECONDS = 2.0
+"""Time for pins in retiring extents, so short that runs have many."""
+
+SLICED = ("cpu_tier", "sliced_work", "bulk_eviction", "conversation_tasks", "retiring")
+"""Modules whose slices have three items."""
 
 CONVERSATION_LIMITS = {"KEYS": 24, "TENANT_KEYS": 40, "ALL_KEYS": 60, "TENANT_CONVERSATIONS": 3, "ALL_CONVERSATIONS": 6}
 """Limits of the conversation table, so low that it forgets conversations."""
@@ -45,6 +51,16 @@ class CoreView:
         self.blocks = blocks(core)
         self.ready = [block for block in self.blocks if block.ready and not block.invalidated]
         self.pinned = {block for block in self.blocks if block.pins}
+        self.retiring = retiring(core)
+        """Per retiring extent the slots in use."""
+        self.retirements = retirements(core)
+        """When each extent that retires, or has retired a short time ago, began to."""
+        self.classes = classes(core)
+        """Size class of each extent."""
+        self.is_ending_pins = bool(core._overdue_pins._left)
+        """Whether the core still searches for pins in retiring extents."""
+        self.extents = {block: {slot // EXTENT for slot in block.slots if slot is not None} for block in self.blocks}
+        """Numbers of the extents in which each block has slots."""
         self.entries = [entries(secondary) for secondary in secondaries(core)]
         """Per secondary tier: the blocks that it holds or is storing, according to the core."""
         self.held: list[set[Name]] = [
@@ -61,8 +77,8 @@ class CoreView:
 def small_jobs(nbytes: int) -> Iterator[None]:
     """Limits jobs to `nbytes`, slices to three items and event logs to 16, to split all work."""
     limits = {"transfers.JOB_BYTES": nbytes, "event_log.RUN_KEYS": 3, "event_log.MAX_KEYS": 16}
-    limits |= {f"{module}.SLICE": 3 for module in ("cpu_tier", "sliced_work", "bulk_eviction", "conversation_tasks")}
-    limits["room_queue.MAX_WAITERS"] = 3
+    limits |= {f"{module}.SLICE": 3 for module in SLICED}
+    limits |= {"room_queue.MAX_WAITERS": 3, "retiring.GRACE_SECONDS": GRACE_SECONDS, "overdue_pins.SLICE": 80}
     limits |= {f"conversations.MAX_{name}": limit for name, limit in CONVERSATION_LIMITS.items()}
     with contextlib.ExitStack() as patches:
         for name, limit in limits.items():
@@ -226,6 +242,35 @@ def slots_in_use(core: TierManager) -> set[int]:
     """Returns the slots that the allocator has granted."""
     memory = core._cpu_tier.memory
     return set().union(*map(memory.in_use, memory._extents.values()))
+
+
+def retiring(core: TierManager) -> dict[int, set[int]]:
+    """Returns the slots in use of each retiring extent, by its number."""
+    memory = core._cpu_tier.memory
+    return {number: memory.in_use(extent) for number, extent in memory._extents.items() if extent.next_class}
+
+
+def leaving(core: TierManager) -> set[Block]:
+    """Returns the blocks of a retiring extent that the core will evict in a later slice."""
+    return set(core._cpu_tier.retiring._left)
+
+
+def retirements(core: TierManager) -> dict[int, float]:
+    """Returns when extents began to retire, by their number; also of those that have retired."""
+    return {extent.offset // EXTENT: each.begun_at for extent, each in core._cpu_tier.retiring._all.items()}
+
+
+def taker(core: TierManager, number: int) -> TenantShare:
+    """Returns the share of the tenant for which an extent began to retire."""
+    [tenant] = [
+        each.tenant for extent, each in core._cpu_tier.retiring._all.items() if extent.offset == number * EXTENT
+    ]
+    return core._cpu_tier.queues.shares.of(NamespaceId(tenant))
+
+
+def classes(core: TierManager) -> dict[int, int]:
+    """Returns the size class of each extent, by its number."""
+    return {number: extent.slot_bytes for number, extent in core._cpu_tier.memory._extents.items()}
 
 
 def quarantined(core: TierManager) -> list[int]:
@@ -411,6 +456,8 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "pins of holds": core._handoffs._pins,
         "blocks set aside": core._cpu_tier.queues._protected,
         "held bytes": core._handoffs.held_bytes,
+        "wanted extents": core._cpu_tier.retiring.has_work,
+        "overdue pins": core._overdue_pins._blocks,
     }
     for secondary in secondaries(core):
         found[f"{secondary.tier.name}: queue"] = secondary.write_back_queue

@@ -13,6 +13,7 @@ from .books import books
 from .guarantees import check_conversations, check_quotas, check_retained, check_ttl
 from .held import check_held, check_private
 from .model import Invariant, Violation, label
+from .retirements import check_retiring
 from .rooms import check_room
 from .world import World
 
@@ -276,6 +277,7 @@ CHECKS: dict[Invariant, Callable[[World], None]] = {
     Invariant.CONVERSATIONS: check_conversations,
     Invariant.LEAKS: _leaks,
     Invariant.ROOM: check_room,
+    Invariant.RETIRING: check_retiring,
     Invariant.QUOTAS: check_quotas,
     Invariant.RETAINED: check_retained,
     Invariant.TTL: check_ttl,

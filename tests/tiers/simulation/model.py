@@ -71,6 +71,13 @@ EXERCISED = (
     "ended jobs reported again",
     "answers missing",
     "entries expired",
+    "extents passed on",
+    "extents retired",
+    "extents that stayed",
+    "holds that gave up pinned blocks",
+    "leases ended in retiring extents",
+    "retained blocks evicted with their extent",
+    "stores ended in retiring extents",
     "evictions cpu",
     "evictions far",
     "evictions near",
@@ -206,6 +213,7 @@ class Invariant(enum.StrEnum):
     CONVERSATIONS = "conversations have the keys of their requests"
     LEAKS = "nothing leaks"
     ROOM = "lookups that wait for room take turns"
+    RETIRING = "few extents retire, and their pins end"
     RAISED = "only refusals are raised"
 
 

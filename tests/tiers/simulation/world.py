@@ -34,12 +34,15 @@ from .tier_settings import TierSettingsModel, random_settings
 from .work import Work, spell
 from .writers import Writers
 
-__all__ = ["World"]
+__all__ = ["TICKS", "World"]
 
 RULES = (DEFAULT_RULES, DEFAULT_RULES, (), (Rule(OffloadPolicy.REQUEST_LEVEL, "always"),))
 
 CONTINUED = 0.6
 """Part of the events that continue a call, while there is one that need not wait."""
+
+TICKS = ("tick", "stop_clock", "jump_forward", "jump_back")
+"""Events in which the core learns the time."""
 
 MAX_WORK = 5000
 """Steps until all work must have ended, if no client asks for more."""
@@ -124,6 +127,8 @@ class World:
         self.work_left = False
         """Whether the core has asked for the next slice."""
         self.settled: set[int] = set()
+        self.overdue: set[Block] = set()
+        """Blocks in retiring extents whose pins the core may have ended in this event."""
         self.deleted: set[Name] = set()
         """Blocks that a client has deleted in this event."""
         self.changed: set[tuple[bytes, str, str]] = set()
@@ -164,6 +169,7 @@ class World:
     def _end_event(self) -> None:
         """Updates the model of requests, and counts the events of this step."""
         core_view = self.core_view = inside.CoreView(self.core)
+        self._end_overdue()
         self.ledger.end_of_stores({store.id for store in inside.abandoned(self.core)})
         self.ledger.holds.update_engines({client.session.engine for client in self.ledger.clients})
         self.gone = [block for block in self.before.ready if not block.ready and not block.hold_only]
@@ -185,6 +191,27 @@ class World:
             self.saw(f"evictions {tier.name}", tier.evictions > self._evictions[number])
             self.saw("uses declined", tier.declined > 0)
             self._evictions[number] = tier.evictions
+
+    def _end_overdue(self) -> None:
+        """Ends the leases and stores that the core has ended, because they pinned old extents."""
+        since, latest = self.before.retirements, self.environment.latest
+        late = {number for number in self.before.retiring if latest - since[number] >= inside.GRACE_SECONDS}
+        ends = self.doing in (*TICKS, "next_slice")
+        self.overdue = {block for block, extents in self.before.extents.items() if ends and extents & late}
+        leases, stores = inside.leases(self.core), inside.stores(self.core)
+        for number, lease in list(self.ledger.leases.items()):
+            if number not in leases and not self.overdue.isdisjoint(lease.lease.items):
+                del self.ledger.leases[number]
+                self.saw("leases ended in retiring extents")
+        for store in self.ledger.open_stores():
+            if store.id not in stores and not self.overdue.isdisjoint(store.blocks):
+                self.ledger.abandon(store)
+                self.saw("stores ended in retiring extents")
+
+    def retired_with(self, blocks: Iterable[Block]) -> list[Block]:
+        """Returns those of these blocks that had a slot in a retiring extent."""
+        retiring = self.before.retiring.keys() | (self.core_view.retirements.keys() - self.before.retirements.keys())
+        return [block for block in blocks if not retiring.isdisjoint(self.before.extents.get(block, ()))]
 
     def insisted_on(
         self, record: RequestRecord, keys: Iterable[bytes], granted: Collection[Name], session: EngineSession
