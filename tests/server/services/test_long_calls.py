@@ -438,6 +438,7 @@ def test_lookups_run_in_slices(*, prefix: bool, known: bool) -> None:
         async with serving() as calls:
             if known:
                 run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS)))
+            calls.session.writers.add(1)
             call = asyncio.create_task(calls.look_up(KEYS, prefix=prefix, want_slots=True))
             assert await turns_of(call) > MANY // 256
             answer = call.result()
@@ -478,6 +479,7 @@ def test_a_lookup_that_ends_early_leaves_nothing(ends: str, turns: int) -> None:
     async def scenario() -> None:
         async with serving() as calls:
             run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS)))
+            calls.session.writers.add(1)
             call = asyncio.create_task(calls.look_up(KEYS, want_slots=True))
             await until(lambda: calls.long_calls._scheduler.turns == KEY_TURNS + turns)
             assert not call.done()

@@ -61,15 +61,16 @@ def test_a_load_reads_from_all_of_its_leases() -> None:
     """Blocks of several groups, or of several calls of a lookup, have leases of their own."""
     client, caches, reports, leases = FakeTransfers(), make_caches(8), WorkerReports(), []
     read = client.read
-    client.read = lambda lease, items: leases.append((lease, list(items))) or read(lease, items)  # type: ignore[method-assign, func-returns-value]
+    client.read = lambda lease, items, **slots: leases.append((lease, list(items))) or read(lease, items, **slots)  # type: ignore[method-assign, func-returns-value]
     client.memory[:] = bytes([9]) * len(client.memory)
     worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(caches)
-    reads = [BlockRead(1, [0, 1], [0, 0], [2, 3]), BlockRead(2, [2], [0], [5])]
+    reads = [BlockRead(1, [0, 1], [0, 0], [2, 3], slots="slots of 1"), BlockRead(2, [2], [0], [5])]
     worker.start_loads(StepMetadata([LoadJob("r", reads)], [], "ns"))
     wait_until(lambda: reports.take_results(idle=True).finished_recving == {"r"})
     close_when_idle(worker)
     assert leases == [(1, [0, 1]), (2, [2])]
+    assert client.slots == ["slots of 1", None]
     filled = [block for block in range(8) if (caches["a"].view(8, PAGE)[block] == 9).all()]
     assert filled == [2, 3, 5]
 
@@ -189,9 +190,9 @@ def test_a_slow_peer_delays_no_load_from_the_own_server() -> None:
 
     class Slow(FakeTransfers):
         @contextlib.contextmanager
-        def read(self, lease_id: int, items: Any) -> Iterator[Any]:
+        def read(self, lease_id: int, items: Any, *, slots: object = None) -> Iterator[Any]:
             assert gate.wait(60)
-            with super().read(lease_id, items) as batch:
+            with super().read(lease_id, items, slots=slots) as batch:
                 yield batch
 
         write = read  # type: ignore[assignment]
