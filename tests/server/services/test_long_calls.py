@@ -449,6 +449,38 @@ def test_lookups_run_in_slices(*, prefix: bool, known: bool) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("spare", [0, -1])
+def test_an_answer_has_a_limited_number_of_slots(spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If there are more, it has none, and the client prepares the load."""
+    monkeypatch.setattr("kvtier.server.services.cache._MAX_SLOTS", 8 + spare)
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS[:8])))
+            calls.session.writers.add(1)
+            answer = await calls.look_up(KEYS[:8], want_slots=True)
+            assert len(unpack_offsets(answer.slot_offsets)) == (0 if spare else 8)
+            assert answer.prefix_hits == 8
+
+    asyncio.run(scenario())
+
+
+def test_a_client_cannot_count_more_than_its_lease_has() -> None:
+    """CompleteLoad names the bytes that the client copied without PrepareLoad."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS[:2])))
+            lease_id = (await calls.look_up(KEYS[:3])).lease_id
+            for copied, counted in ((PART, 1), (2**64 - 1, 3), (0, 3)):
+                await calls.service.CompleteLoad(
+                    cache_pb2.CompleteLoadRequest(lease_id=lease_id, copied_bytes=copied), None
+                )
+                assert calls.runtime.core.stats().tiers[0].loaded_bytes == counted * PART
+
+    asyncio.run(scenario())
+
+
 def test_prefetches_run_in_slices() -> None:
     """Other calls run between two slices. Blocks that are present are never pinned between them."""
 

@@ -236,8 +236,16 @@ class FakeClient:
         return answer() if callable(answer) else answer
 
     def lookup(
-        self, keys: Sequence[bytes], *, request_id: str, wait: float = 0.0, prefix: bool = True, **options: Any
+        self,
+        keys: Sequence[bytes],
+        *,
+        request_id: str,
+        slots: bool,
+        wait: float = 0.0,
+        prefix: bool = True,
+        **options: Any,
     ) -> Any:
+        assert slots, "workers would need a call before each copy"
         self.before()
         self.options.append(options)
         self.waits.append(wait)
