@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness.payloads import key_of, namespace_of, payload
 from harness.raw import RawSession
+from harness.recorded_calls import record_calls
 from harness.server_process import ServerProcess
 
 from kvtier.client import Client, InvalidRequest, KeyStatus, LeaseLost, LeaseSlots, LookupResult, NotOwner
-from kvtier.client.effects import Call, Effect
 from kvtier.protos.v1 import cache_pb2
 from kvtier.protos.wire.packed_keys import pack_keys, unpack_offsets
 
@@ -48,10 +48,12 @@ class Engine:
         client.wait_until_connected(60)
         return client
 
-    def read(self, rank: int, lease: LookupResult | int, items: list[int], slots: LeaseSlots | None = None) -> list[str]:
+    def read(
+        self, rank: int, lease: LookupResult | int, items: list[int], slots: LeaseSlots | None = None
+    ) -> list[str]:
         """Reads items of a lease and checks their bytes. Returns the calls of the worker."""
         worker = self.workers[rank]
-        calls = calls_of(worker)
+        calls = record_calls(worker)
         with worker.read(lease, items, slots=slots) as batch:
             for item, view in zip(items, batch.views(), strict=True):
                 assert bytes(view) == payload(KEYS[item], len(view), rank).tobytes()
@@ -69,30 +71,16 @@ def engine(server: ServerProcess) -> Iterator[Engine]:
         client.close()
 
 
-def calls_of(client: Client) -> list[str]:
-    """Returns a list that gets the name of each call of a client from now on."""
-    calls: list[str] = []
-    perform: Callable[[Effect], Any] = type(client._transport).perform.__get__(client._transport)
-
-    def record(effect: Effect) -> Any:
-        if isinstance(effect, Call):
-            calls.append(effect.method)
-        return perform(effect)
-
-    client._transport.perform = record  # type: ignore[method-assign]
-    return calls
-
-
 def slots_of(found: LookupResult) -> LeaseSlots:
     """Returns the slots of a lookup as another process gets them."""
     assert found.slots is not None
-    slots: LeaseSlots = pickle.loads(pickle.dumps(found.slots))
+    slots: LeaseSlots = pickle.loads(pickle.dumps(found.slots))  # noqa: S301 - as vLLM sends it
     return slots
 
 
 def test_a_load_takes_two_calls(engine: Engine) -> None:
     """One of the scheduler, and one of each worker. Each copy is counted once."""
-    asked = calls_of(engine.scheduler)
+    asked = record_calls(engine.scheduler)
     lease = engine.scheduler.begin_request("r", KEYS, slots=True)
     assert asked == ["CacheService/BeginRequest"]
     before, slots = engine.loaded_bytes(), slots_of(lease)
@@ -226,7 +214,7 @@ def test_slots_of_an_earlier_run_of_the_server_are_not_used(tmp_path: Path) -> N
         server.restart()
         engine.workers[0].close()
         engine.workers[0] = engine.connect(0)
-        calls = calls_of(engine.workers[0])
+        calls = record_calls(engine.workers[0])
         with pytest.raises(LeaseLost), engine.workers[0].read(lease.id, [0], slots=lease.slots):
             pass
         assert calls == []

@@ -7,12 +7,16 @@ import functools
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from connector_fakes import FULL, PAGE, FakeTransfers, close_when_idle, make_caches
+from handoff_engine import BLOCK, TOKEN_BYTES, ToyEngine, kv_of
 from harness.polling import wait_until
+from harness.recorded_calls import record_calls
+from harness.server_process import ServerProcess
 
 from kvtier.client import NotConnected, StoreStatus
 from kvtier.client.engines.vllm import background
@@ -294,3 +298,25 @@ def _write_present(client: FakeTransfers, keys: list[bytes], **_: Any) -> Iterat
     yield SimpleNamespace(
         memory=client.memory, wanted=[], offsets=[], statuses=bytes([StoreStatus.PRESENT] * len(keys))
     )
+
+
+def test_a_stored_prefix_takes_two_calls_before_the_first_token(tmp_path: Path) -> None:
+    """The workers get the slots from the scheduler, and call the server only after the copy."""
+    prompt = list(range(100, 100 + 4 * BLOCK + 1))
+    with ServerProcess(tmp_path).start() as server:
+        engine = ToyEngine(server.endpoint, "a")
+        try:
+            engine.run(prompt)
+            calls = record_calls(engine.scheduler._client, *engine.worker._clients)
+            request, table = engine.arrive(prompt), [1, 2, 3, 4, 5]
+            hit = engine.match(request)
+            assert hit == 4 * BLOCK
+            assert engine._load(request, table, hit)
+            in_background = {"CacheService/ReleaseLease", "CacheService/FinishRequest"}
+            before_first_token = [call for call in calls if call not in in_background]
+            assert before_first_token == ["CacheService/BeginRequest", "CacheService/CompleteLoad"]
+            assert engine._read(table)[: hit * TOKEN_BYTES] == kv_of(prompt[:hit])
+            engine.end(request, table, "FINISHED_STOPPED")
+            engine.settle()
+        finally:
+            engine.close()
