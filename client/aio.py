@@ -23,6 +23,7 @@ from .operations.arguments import LookupOptions, PrefetchOptions, RequestOptions
 from .results import (
     HandoffDirection,
     HoldName,
+    LeaseSlots,
     LookupResult,
     NotClaimedReason,
     Prefetched,
@@ -109,7 +110,7 @@ class AsyncClient(ConnectionState):
         self.timeouts = timeouts or Timeouts()
         identity = ClientIdentity(namespace, name, self.engine_id, rank, transport, pin, published)
         self._transport = backend or AsyncGrpcTransport(endpoint, identity, self.timeouts, credentials)
-        self._operations = Operations(namespace, self.timeouts, self._transport, pin)
+        self._operations = Operations(namespace, self.timeouts, self._transport, pin, rank=rank)
 
     async def wait_until_connected(self, timeout: float | None = None) -> None:
         """Waits `timeout` s (`Timeouts.connect`) for a session, or until a `permanent` refusal."""
@@ -142,16 +143,20 @@ class AsyncClient(ConnectionState):
         return await self._run(self._operations.prefetch(keys, options))
 
     @contextlib.asynccontextmanager
-    async def read(self, lease: LookupResult | int, items: Sequence[int]) -> AsyncIterator[ReadBatch]:
+    async def read(
+        self, lease: LookupResult | int, items: Sequence[int], *, slots: LeaseSlots | None = None
+    ) -> AsyncIterator[ReadBatch]:
         """Gives access to the bytes of looked-up blocks; `items` are indices in the lookup's keys.
 
         On exit the server confirms that the lease was valid all the time. If the exit raises,
-        discard all bytes that were read. Another client of the engine may own the lease.
+        discard all bytes that were read. Another client of the engine may own the lease. If `lease`
+        is an id, `slots` can be those of its lookup.
         """
         with ExitStack() as held:
-            reading = await self._run(self._operations.begin_read(held, lease, items))
+            reading = await self._run(self._operations.begin_read(held, lease, items, slots=slots))
             yield reading.batch
-            await self._run(self._operations.end_read(reading.session, reading.lease_id))
+            ending = self._operations.end_read(reading.session, reading.lease_id, copied_bytes=reading.copied_bytes)
+            await self._run(ending)
 
     async def load(
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str = "", wait: float = 0.0

@@ -18,6 +18,7 @@ from ..protos.values import (
     StoreStatus,
     TierFilter,
 )
+from ..protos.wire.packed_keys import offset_table
 from .session.session import ClientSession
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "HoldInfo",
     "HoldName",
     "KeyStatus",
+    "LeaseSlots",
     "LookupResult",
     "Medium",
     "NotClaimedReason",
@@ -156,6 +158,41 @@ class HoldInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseSlots:
+    """Places of the leading hits of a lookup in the region, for `read`. Can be pickled.
+
+    A client of the same engine and server reads these hits without a call before the copy. The
+    client that looked up must have no rank, or be the client that reads.
+
+    Attributes:
+        epoch: run of the server that granted the lease.
+        groups: index of the KV cache group of each hit, one byte each.
+        offsets: packed offsets in the region, hit by hit: of one rank, or of all ranks.
+    """
+
+    epoch: int
+    groups: bytes
+    offsets: bytes
+
+    def of(
+        self, items: Sequence[int], rank: int, ranks: int, part_bytes: Sequence[int]
+    ) -> tuple[list[int], list[int]] | None:
+        """Returns offsets and sizes of one rank's parts of `items`; None if they are not known.
+
+        `ranks`: number of ranks of which `offsets` must be. `part_bytes`: sizes by group.
+        """
+        groups, table = self.groups, offset_table(self.offsets)
+        if len(table) != ranks * len(groups):
+            return None
+        try:
+            if min(items, default=0) < 0:
+                return None
+            return [table[ranks * item + rank] for item in items], [part_bytes[groups[item]] for item in items]
+        except (IndexError, TypeError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
 class LookupResult:
     """Result of a lookup or claim.
 
@@ -169,7 +206,7 @@ class LookupResult:
         keys: the keys that were looked up.
         session: session that owns the lease.
         source_indices: for each key, the index in `session.tiers` of the tier that had the block.
-        slots: region offsets of this session's parts of the leading hits, if requested.
+        slots: places of the leading hits in the region; None if not requested, or not known.
         policy: offload policy of the request; None unless the lookup was part of `begin_request`.
         votes: votes of the tiers; empty unless the lookup was part of `begin_request`.
         not_retained: number of hits that the server does not retain for `retain_for`, because the
@@ -185,7 +222,7 @@ class LookupResult:
     keys: Sequence[bytes]
     session: ClientSession
     source_indices: bytes
-    slots: Sequence[int] = ()
+    slots: LeaseSlots | None = None
     policy: OffloadPolicy | None = None
     votes: tuple[TierVote, ...] = ()
     not_retained: int = 0

@@ -23,6 +23,7 @@ from .operations.arguments import LookupOptions, PrefetchOptions, RequestOptions
 from .results import (
     HandoffDirection,
     HoldName,
+    LeaseSlots,
     LookupResult,
     NotClaimedReason,
     Prefetched,
@@ -106,7 +107,7 @@ class Client(ConnectionState):
         self.timeouts = timeouts or Timeouts()
         identity = ClientIdentity(namespace, name, self.engine_id, rank, transport, pin, published)
         self._transport = backend or GrpcTransport(endpoint, identity, self.timeouts, credentials)
-        self._operations = Operations(namespace, self.timeouts, self._transport, pin)
+        self._operations = Operations(namespace, self.timeouts, self._transport, pin, rank=rank)
 
     def wait_until_connected(self, timeout: float | None = None) -> None:
         """Waits `timeout` s (`Timeouts.connect`) for a session, or until a `permanent` refusal."""
@@ -137,16 +138,20 @@ class Client(ConnectionState):
         return self._run(self._operations.prefetch(keys, options))
 
     @contextlib.contextmanager
-    def read(self, lease: LookupResult | int, items: Sequence[int]) -> Iterator[ReadBatch]:
+    def read(
+        self, lease: LookupResult | int, items: Sequence[int], *, slots: LeaseSlots | None = None
+    ) -> Iterator[ReadBatch]:
         """Gives access to the bytes of looked-up blocks; `items` are indices in the lookup's keys.
 
         On exit the server confirms that the lease was valid all the time. If the exit raises,
-        discard all bytes that were read. Another client of the engine may own the lease.
+        discard all bytes that were read. Another client of the engine may own the lease. If `lease`
+        is an id, `slots` can be those of its lookup.
         """
         with ExitStack() as held:
-            reading = self._run(self._operations.begin_read(held, lease, items))
+            reading = self._run(self._operations.begin_read(held, lease, items, slots=slots))
             yield reading.batch
-            self._run(self._operations.end_read(reading.session, reading.lease_id))
+            ending = self._operations.end_read(reading.session, reading.lease_id, copied_bytes=reading.copied_bytes)
+            self._run(ending)
 
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str = "", wait: float = 0.0

@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .model import (
     BlockPool,
@@ -59,11 +59,13 @@ class PrefixHit:
 
     ``items[group.index][position]``: (lease id, index in the lease) of each stored block.
     ``sources[position]``: the tier that had the block of ``CacheGeometry.leading_group``.
+    ``slots[lease id]``: what workers need to read the lease's blocks without a call before the copy.
     """
 
     hit_tokens: int
     items: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
     sources: dict[int, str] = field(default_factory=dict)
+    slots: dict[int, Any] = field(default_factory=dict)
 
 
 class RequestPhase(Enum):
@@ -328,7 +330,9 @@ def plan_reads(geometry: CacheGeometry, found: PrefixHit, tables: BlockTables, s
             if item is None:
                 return []
             lease_id, index = item
-            reads.setdefault(lease_id, BlockRead(lease_id)).add(index, group.index, block_id)
+            if lease_id not in reads:
+                reads[lease_id] = BlockRead(lease_id, slots=found.slots.get(lease_id))
+            reads[lease_id].add(index, group.index, block_id)
     return list(reads.values())
 
 

@@ -269,6 +269,7 @@ class BlockRead:
 
     Workers copy key ``indices[i]`` of the lease into block ``block_ids[i]`` of group ``groups[i]``.
     ``endpoint``: the server that granted the lease; empty for the engine's own server.
+    ``slots``: see ``PrefixHit.slots``; None if workers ask the server.
     """
 
     lease_id: int
@@ -276,6 +277,7 @@ class BlockRead:
     groups: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     endpoint: str = ""
+    slots: Any = None
 
     def add(self, index: int, group_index: int, block_id: int) -> None:
         self.indices.append(index)

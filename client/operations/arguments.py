@@ -66,6 +66,7 @@ class LeaseOptions(_Search, total=False):
     prefix: bool
     lease: float | None
     min_hits: int
+    slots: bool
 
 
 class PrefetchOptions(_Search, total=False):
@@ -86,6 +87,7 @@ class LookupOptions(LeaseOptions, total=False):
     `retain_for`: seconds without eviction, within the server's limit; default: those of
     `begin_request`.
     `source`: server of another host (`HOST:PORT`) from which to load blocks that are missing.
+    `slots`: whether `read` of the leading hits needs no call before the copy; see `LeaseSlots`.
     """
 
     request_id: str
@@ -193,6 +195,7 @@ _ENCODERS: Final[Mapping[str, tuple[str, Callable[[Any], Any] | None]]] = {
     "min_hits": ("min_hits", None),
     "retain_for": ("retain_for", _seconds("retain_for")),
     "source": ("source", None),
+    "slots": ("want_slots", None),
     "prompt_tokens": ("prompt_tokens", None),
     "priority": ("priority", None),
     "kv_transfer_params": ("kv_transfer_params_json", _json),

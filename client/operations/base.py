@@ -151,12 +151,21 @@ class SessionOperations:
 
 
 class Base(SessionOperations):
-    """Namespace, deadlines and staging buffers of one client."""
+    """Namespace, rank, deadlines and staging buffers of one client."""
 
-    def __init__(self, namespace: Namespace, timeouts: Timeouts, transport: Transport, pin: Pin | None = None) -> None:
+    def __init__(
+        self,
+        namespace: Namespace,
+        timeouts: Timeouts,
+        transport: Transport,
+        pin: Pin | None = None,
+        *,
+        rank: int | None = None,
+    ) -> None:
         """`pin` pins staging buffers."""
         super().__init__(timeouts, transport)
         self._namespace = namespace
+        self._rank = rank
         self._staging = StagingPool(pin)
         self._sizes_by_group = {
             number.to_bytes(4, "big"): group.part_bytes for number, group in enumerate(namespace.groups)

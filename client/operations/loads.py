@@ -10,9 +10,9 @@ from ...cuda.host.copy import HostBuffer, address_of, copy_batch
 from ...protos.v1 import cache_pb2, transfer_pb2
 from ...protos.wire.packed_keys import unpack_offsets
 from ..effects import Connect, Copy, Operation, Pull
-from ..errors import KVTierError, LeaseLost, NotConnected, ServerError
+from ..errors import KVTierError, LeaseLost, NotConnected, ServerError, error_for
 from ..part_streams import ATTEMPTS, PartReceiver, is_retryable
-from ..results import LookupResult, ReadBatch
+from ..results import LeaseSlots, LookupResult, ReadBatch
 from ..session.session import ClientSession
 from .arguments import LookupOptions, message
 from .base import Base, Grant, consecutive
@@ -35,6 +35,8 @@ class Reading:
     session: ClientSession
     lease_id: int
     batch: ReadBatch
+    copied_bytes: int = 0
+    """Bytes of slots that the lookup named; 0 if a call of this load named them."""
 
 
 class LoadOperations(LookupOperations, Base):
@@ -44,36 +46,68 @@ class LoadOperations(LookupOperations, Base):
         lease: LookupResult | int,
         items: Sequence[int],
         *,
-        sizes: Sequence[int] | None = None,
+        slots: LeaseSlots | None = None,
     ) -> Operation[Reading]:
         """Begins a load. Returns memory with the parts of `items`, valid until `held` is closed.
 
-        Call `end_read` afterwards. `sizes`: part sizes of the items, if known to be hits.
+        Call `end_read` afterwards. `slots`: the `slots` of the lookup, if `lease` is an id.
         """
-        lease_id = lease_id_of(lease, items if sizes is None else ())
+        lease_id = lease_id_of(lease, ())
         session: ClientSession = yield Connect(self._timeouts.connect)
         held.enter_context(session.using())
-        if isinstance(lease, LookupResult) and lease.session is session and max(items, default=0) < len(lease.slots):
-            slots = [lease.slots[item] for item in items]
-            sizes = self._sizes(lease.keys[item] for item in items) if sizes is None else sizes
+        known = self._known(session, lease, items, slots)
+        if known is not None:
+            offsets, sizes = known
         else:
+            lease_id_of(lease, items)  # items of known slots are hits
             request = message(cache_pb2.PrepareLoadRequest, session=session.ref, lease_id=lease_id, items=items)
             answer = yield from self._call(session, "CacheService/PrepareLoad", request)
-            slots, sizes = unpack_offsets(answer.slot_offsets), unpack_offsets(answer.part_sizes_bytes)
+            offsets, sizes = unpack_offsets(answer.slot_offsets), unpack_offsets(answer.part_sizes_bytes)
             if len(sizes) != len(items) or not set(sizes) <= {*self._sizes_by_group.values()}:
                 raise ServerError("the server named other sizes than those of the parts")
-        session.check_slots(slots, sizes)
-        if session.region is not None:
-            return Reading(session, lease_id, ReadBatch(session.region.memory[:], session.region.address, slots, sizes))
+        session.check_slots(offsets, sizes)
+        if (region := session.region) is not None:
+            batch = ReadBatch(region.memory[:], region.address, offsets, sizes)
+            return Reading(session, lease_id, batch, sum(sizes) if known is not None else 0)
         staging = held.enter_context(self._staging.lend(sum(sizes)))
         batch = ReadBatch(staging, address_of(staging)[0], consecutive(sizes), sizes)
         sink = PartReceiver([batch.address + offset for offset in batch.offsets], sizes)
         yield from self._pull(session, lease_id, items, sink)
         return Reading(session, lease_id, batch)
 
-    def end_read(self, session: ClientSession, lease_id: int, *, release: bool = False) -> Operation[None]:
-        """Raises unless the server confirms that the lease was valid during the whole load."""
-        request = message(cache_pb2.CompleteLoadRequest, session=session.ref, lease_id=lease_id, release=release)
+    def _known(
+        self, session: ClientSession, lease: LookupResult | int, items: Sequence[int], slots: LeaseSlots | None
+    ) -> tuple[list[int], list[int]] | None:
+        """Returns offsets and sizes of `items` that the lookup named; None if they are not known."""
+        ranks, is_own = self._namespace.world_size, False
+        if isinstance(lease, LookupResult):
+            slots, is_own = lease.slots, lease.session is session
+        if slots is None or session.region is None:
+            return None
+        if slots.epoch != session.ref.epoch:
+            raise error_for("LEASE_NOT_FOUND", "the server was restarted after the lookup")
+        if is_own and self._rank is not None:  # the lookup named the slots of this rank only
+            rank, ranks = 0, 1
+        elif self._rank is not None or ranks == 1:
+            rank = self._rank or 0
+        else:
+            return None
+        return slots.of(items, rank, ranks, [group.part_bytes for group in self._namespace.groups])
+
+    def end_read(
+        self, session: ClientSession, lease_id: int, *, release: bool = False, copied_bytes: int = 0
+    ) -> Operation[None]:
+        """Raises unless the server confirms that the lease was valid during the whole load.
+
+        `copied_bytes`: see `Reading`.
+        """
+        request = message(
+            cache_pb2.CompleteLoadRequest,
+            session=session.ref,
+            lease_id=lease_id,
+            release=release,
+            copied_bytes=copied_bytes,
+        )
         yield from self._call(session, "CacheService/CompleteLoad", request)
 
     def load(
@@ -101,8 +135,8 @@ class LoadOperations(LookupOperations, Base):
         request_id: str,
         wait: float,
     ) -> Operation[int]:
-        options: LookupOptions = {"request_id": request_id, "wait": wait}
-        found = yield from self.lookup(keys, options, want_slots=True, grant=grant)
+        options: LookupOptions = {"request_id": request_id, "wait": wait, "slots": True}
+        found = yield from self.lookup(keys, options, grant=grant)
         hits = found.prefix_hits
         if not hits:
             if found.id:
@@ -120,13 +154,13 @@ class LoadOperations(LookupOperations, Base):
 
     def _load_by_copy(self, found: LookupResult, addresses: Sequence[int], sizes: Sequence[int]) -> Operation[None]:
         with ExitStack() as held:
-            reading = yield from self.begin_read(held, found, range(len(sizes)), sizes=sizes)
+            reading = yield from self.begin_read(held, found, range(len(sizes)))
             batch = reading.batch
             if not len(batch.offsets) == len(batch.sizes) == len(sizes):
                 raise ServerError(f"the server returned {len(batch.offsets)} slots for {len(sizes)} blocks")
             sources = [batch.address + offset for offset in batch.offsets]
             yield Copy(lambda: copy_batch(addresses, sources, batch.sizes))
-            yield from self.end_read(reading.session, found.id, release=True)
+            yield from self.end_read(reading.session, found.id, release=True, copied_bytes=reading.copied_bytes)
 
     def _load_by_stream(self, found: LookupResult, addresses: Sequence[int], sizes: Sequence[int]) -> Operation[None]:
         session, sink = found.session, PartReceiver(addresses, sizes)

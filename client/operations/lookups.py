@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ...protos.v1 import cache_pb2
-from ...protos.wire.packed_keys import unpack_offsets
 from ..effects import Connect, Operation
 from ..errors import InvalidRequest
 from ..results import (
     KeyStatus,
+    LeaseSlots,
     LookupResult,
     OffloadPolicy,
     Prefetched,
@@ -25,6 +25,7 @@ from .base import Grant, SessionOperations
 __all__ = ["LookupOperations", "lease_id_of"]
 
 _READABLE = frozenset({KeyStatus.HIT, KeyStatus.HIT_PENDING})
+_OFFSET_BYTES = 8
 
 
 class LookupOperations(SessionOperations):
@@ -45,17 +46,9 @@ class LookupOperations(SessionOperations):
         return replace(found, policy=OffloadPolicy(answer.policy), votes=votes)
 
     def lookup(
-        self,
-        keys: Sequence[bytes],
-        options: LookupOptions,
-        *,
-        want_slots: bool = False,
-        grant: Grant | None = None,
+        self, keys: Sequence[bytes], options: LookupOptions, *, grant: Grant | None = None
     ) -> Operation[LookupResult]:
-        """`want_slots`: if the region is mapped, the result also has the slots of the hits.
-
-        `grant`: set if the caller ends the lease by it; see `_owning`.
-        """
+        """`grant`: set if the caller ends the lease by it; see `_owning`."""
         session: ClientSession = yield Connect(self._timeouts.connect)
         if grant is not None:
             grant.session = session
@@ -63,7 +56,6 @@ class LookupOperations(SessionOperations):
             cache_pb2.LookupRequest,
             session=session.ref,
             keys=packed(keys),
-            want_slots=want_slots and session.region is not None,
             grant_id=grant.id if grant is not None else self._new_grant(),
             **encoded(options),
         )
@@ -118,10 +110,17 @@ def lookup_result(
         keys=keys,
         session=session,
         source_indices=answer.sources,
-        slots=unpack_offsets(answer.slot_offsets),
+        slots=_slots_of(answer, keys, session),
         not_retained=answer.not_retained_blocks,
         source_outcome=SourceOutcome(answer.source_outcome),
     )
+
+
+def _slots_of(answer: cache_pb2.LookupResponse, keys: Sequence[bytes], session: ClientSession) -> LeaseSlots | None:
+    hits = answer.prefix_hits
+    if not answer.slot_offsets or not 0 < hits <= len(keys) or len(answer.slot_offsets) % (hits * _OFFSET_BYTES):
+        return None
+    return LeaseSlots(session.ref.epoch, bytes(key[-1] for key in keys[:hits]), answer.slot_offsets)
 
 
 def lease_id_of(lease: LookupResult | int, items: Sequence[int]) -> int:

@@ -61,7 +61,7 @@ TIER_MEDIUM_DISK: TierMedium
 TIER_MEDIUM_NETWORK: TierMedium
 
 class BeginRequestRequest(_message.Message):
-    __slots__ = ("session", "request_id", "keys", "mode", "prompt_tokens", "kv_transfer_params_json", "lease_duration", "wait", "priority", "exclude", "min_hits", "retain_for", "source", "conversation_id", "grant_id")
+    __slots__ = ("session", "request_id", "keys", "mode", "prompt_tokens", "kv_transfer_params_json", "lease_duration", "wait", "priority", "exclude", "min_hits", "retain_for", "source", "conversation_id", "grant_id", "want_slots")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class BeginRequestRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
     GRANT_ID_FIELD_NUMBER: _ClassVar[int]
+    WANT_SLOTS_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     request_id: str
     keys: _common_pb2.PackedKeys
@@ -92,7 +93,8 @@ class BeginRequestRequest(_message.Message):
     source: str
     conversation_id: str
     grant_id: int
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., prompt_tokens: _Optional[int] = ..., kv_transfer_params_json: _Optional[str] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., min_hits: _Optional[int] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., source: _Optional[str] = ..., conversation_id: _Optional[str] = ..., grant_id: _Optional[int] = ...) -> None: ...
+    want_slots: bool
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., prompt_tokens: _Optional[int] = ..., kv_transfer_params_json: _Optional[str] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., min_hits: _Optional[int] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., source: _Optional[str] = ..., conversation_id: _Optional[str] = ..., grant_id: _Optional[int] = ..., want_slots: bool = ...) -> None: ...
 
 class TierFilter(_message.Message):
     __slots__ = ("names", "media", "remote")
@@ -225,14 +227,16 @@ class PrepareLoadResponse(_message.Message):
     def __init__(self, slot_offsets: _Optional[bytes] = ..., part_sizes_bytes: _Optional[bytes] = ...) -> None: ...
 
 class CompleteLoadRequest(_message.Message):
-    __slots__ = ("session", "lease_id", "release")
+    __slots__ = ("session", "lease_id", "release", "copied_bytes")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     lease_id: int
     release: bool
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., release: bool = ...) -> None: ...
+    copied_bytes: int
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., release: bool = ..., copied_bytes: _Optional[int] = ...) -> None: ...
 
 class CompleteLoadResponse(_message.Message):
     __slots__ = ()

@@ -159,7 +159,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PrepareLoad(self, request, context):
-        """Returns the slots that have the parts of this session's rank, for some items of a lease.
+        """Returns the slots that have the parts of this session's rank, for some items of a lease. Not
+        needed for items whose slots the lookup returned.
 
         Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), INVALID_ARGUMENT (no such
         item, or it was a miss).

@@ -17,6 +17,7 @@ from ..v1.common_pb2 import PackedKeys
 __all__ = [
     "check_form",
     "count_keys",
+    "offset_table",
     "pack_keys",
     "pack_offsets",
     "slices_of_keys",
@@ -113,10 +114,15 @@ def pack_offsets(offsets: Iterable[int]) -> bytes:
 
 
 def unpack_offsets(packed: bytes) -> list[int]:
+    """Returns the offsets. Raises ValueError like `offset_table`."""
+    return offset_table(packed).tolist()
+
+
+def offset_table(packed: bytes) -> array[int]:
     """Returns the offsets. Raises ValueError if the length is not a multiple of eight bytes."""
     numbers = array("Q")
     numbers.frombytes(packed)
-    return _little_endian(numbers).tolist()
+    return _little_endian(numbers)
 
 
 def _little_endian(numbers: array[int]) -> array[int]:

@@ -30,6 +30,9 @@ __all__ = ["CacheService"]
 _RESET_POLL_SECONDS, _LAST_RESET_POLL_SECONDS = 0.02, 0.32
 """Time between the first two polls of a waiting reset, which doubles, and the longest one."""
 
+_MAX_SLOTS = 1 << 17
+"""Largest number of slots in an answer: 1 MiB."""
+
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
     def __init__(
@@ -70,7 +73,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         options = self._lookup_options(request)
         keys = await self._long_calls.keys(session, self._validator, request.keys)
         negotiation = self._core.begin_request(session, info)
-        lookup = await self._look_up(session, keys, options, request.source)
+        lookup = await self._look_up(session, keys, options, request)
         return cache_pb2.BeginRequestResponse(
             policy=POLICIES[negotiation.policy],
             votes=[
@@ -86,7 +89,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._sessions.get(request.session)
         options = self._lookup_options(request)
         keys = await self._long_calls.keys(session, self._validator, request.keys)
-        return await self._look_up(session, keys, options, request.source, want_slots=request.want_slots)
+        return await self._look_up(session, keys, options, request)
 
     async def Prefetch(
         self, request: cache_pb2.PrefetchRequest, context: grpc.aio.ServicerContext
@@ -133,6 +136,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         lease = self._core.lease(session, LeaseId(request.lease_id))
         if lease.expires_at <= self._runtime.now():
             raise LeaseNotFound(f"lease {lease.id} has expired")
+        # A client could name any number.
+        lease.cpu_tier.loaded_bytes += min(request.copied_bytes, lease.hits * max(session.namespace.part_bytes))
         if request.release:
             self._core.release(session, lease.id)
             self._runtime.run_commands()
@@ -307,14 +312,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session: EngineSession,
         keys: Sequence[bytes],
         options: LookupSpec,
-        source: str,
-        *,
-        want_slots: bool = False,
+        request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest,
     ) -> cache_pb2.LookupResponse:
-        # May raise. After the lookup, an error would leave a lease that no client knows.
-        if want_slots:
-            session.own_rank()
-        located = await self._locate(session, keys, options, source, options.deadline)
+        located = await self._locate(session, keys, options, request.source, options.deadline)
         try:
             lookup = self._core.lookup(session, keys, options, now=self._runtime.now())
             found = await self._long_calls.run(session, lookup)
@@ -330,14 +330,16 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         sources = lease.sources.ljust(len(keys), b"\0")
         answer = cache_pb2.LookupResponse(statuses=statuses, prefix_hits=hits, sources=sources, lease_id=lease.id)
         answer.not_retained_blocks, answer.source_outcome = found.not_retained, located.outcome
-        if want_slots:
-            answer.slot_offsets = pack_offsets(await self._read_slots(session, lease, range(hits)))
+        ranks = 1 if session.rank is not None else session.namespace.world_size
+        # Other clients could not use slots, so they learn none.
+        if request.want_slots and session.writers and hits * ranks <= _MAX_SLOTS:
+            answer.slot_offsets = pack_offsets(await self._read_slots(session, lease, hits))
         return answer
 
-    async def _read_slots(self, session: EngineSession, lease: BlockLease, items: Sequence[int]) -> list[int]:
+    async def _read_slots(self, session: EngineSession, lease: BlockLease, hits: int) -> list[int]:
         """Returns the slots for the answer of a lookup. If this fails, the lease ends."""
         try:
-            return (await self._long_calls.read(session, lease.id, items))[0]
+            return await self._long_calls.slots(session, lease.id, hits)
         except BaseException:  # also a cancellation: the client never gets the lease's id
             with contextlib.suppress(CoreError):
                 self._core.release(session, lease.id)

@@ -149,6 +149,19 @@ class LongCalls:
             lease.cpu_tier.loaded_bytes += sum(sizes)
         return slots, sizes
 
+    async def slots(self, session: EngineSession, lease_id: LeaseId, hits: int) -> list[int]:
+        """Returns the slots of the first items of a lease: of the session's rank, or of all ranks.
+
+        Raises like `BlockLease.slots`.
+        """
+        ranks = 1 if session.rank is not None else session.namespace.world_size
+        slots: list[int] = []
+        for part in slices_of(range(hits), max(1, _READ_SLICE // ranks)):
+            if len(part) < hits:
+                await self._scheduler.turn(session)
+            slots += self._core.lease(session, lease_id).slots(part, session.rank)
+        return slots
+
     async def read_store(self, session: EngineSession, store_id: StoreId) -> tuple[list[int], list[int]]:
         """Returns slots and sizes of the parts of a store. Raises StoreNotFound, NotOwner."""
         blocks = self._core.store(session, store_id).blocks

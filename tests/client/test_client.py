@@ -57,8 +57,8 @@ class _Blocking:
             raise
         self._wait(context.__aexit__(None, None, None))
 
-    def read(self, lease: Any, items: Any) -> Any:
-        return self._entered(self._client.read(lease if isinstance(lease, int) else lease.found, items))
+    def read(self, lease: Any, items: Any, **options: Any) -> Any:
+        return self._entered(self._client.read(lease if isinstance(lease, int) else lease.found, items, **options))
 
     def write(self, keys: Any, **options: Any) -> Any:
         return self._entered(self._client.write(keys, **options))

@@ -255,7 +255,7 @@ def test_a_load_from_the_region() -> None:
     assert lookup.want_slots
     assert lookup.mode != cache_pb2.LOOKUP_MODE_EACH
     complete = script.effects[2].request
-    assert (complete.lease_id, complete.release) == (5, True)
+    assert (complete.lease_id, complete.release, complete.copied_bytes) == (5, True, 2 * PART)
     assert [each.tobytes() for each in into] == [b"1" * PART, b"2" * PART]
 
 
@@ -269,6 +269,30 @@ def test_a_lookup_without_slots_is_completed_by_a_call(hits: int) -> None:
     loading = script.operations.load(KEYS, buffers(), request_id="", wait=0.0)
     assert script.perform(loading, *results) == hits
     assert list(script.effects[1].request.items) == list(range(hits))
+
+
+@pytest.mark.parametrize("packed", [pack_offsets([16, 40])[:-1], pack_offsets([16, 40, 48]), bytes(1)])
+def test_malformed_slots_of_a_lookup_are_not_used(packed: bytes) -> None:
+    script = Script(region_bytes=64)
+    answer = found(HIT, HIT, hits=2)
+    answer.slot_offsets = packed
+    located = cache_pb2.PrepareLoadResponse(
+        slot_offsets=pack_offsets([16, 40]), part_sizes_bytes=pack_offsets([PART] * 2)
+    )
+    assert script.perform(script.operations.load(KEYS, buffers(), request_id="", wait=0.0), answer, located, copy, DONE)
+    assert script.calls()[1] == "CacheService/PrepareLoad"
+
+
+@pytest.mark.parametrize("slots", [[16, 64], [57, 16], [2**64 - 1, 16]])
+def test_slots_of_a_lookup_outside_of_the_region_are_refused(slots: list[int]) -> None:
+    script = Script(region_bytes=64)
+    with pytest.raises(ServerError):
+        script.perform(
+            script.operations.load(KEYS, buffers(), request_id="", wait=0.0),
+            in_region(HIT, HIT, slots=slots),
+            cache_pb2.WithdrawGrantsResponse(),
+        )
+    assert script.calls() == ["CacheService/Lookup", "CacheService/WithdrawGrants"]
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,24 @@ class CacheClientContract:
                 with ranks[rank].read(lease.id, [0]) as batch:
                     assert bytes(batch.views()[0]) == b"%d" % rank * SMALL
 
+    def test_workers_read_what_a_scheduler_has_looked_up(self, connect: Callable[..., Any]) -> None:
+        """Each rank reads its own part, with the slots of the lookup or without them."""
+        world = Namespace("ranks", "uint8", (Group(SMALL, 16),), world_size=2)
+        scheduler = connect(world, engine_id="tp")
+        ranks = [connect(world, engine_id="tp", rank=rank) for rank in range(2)]
+        keys = new_keys(3)
+        for number, rank in enumerate(ranks):
+            rank.store(keys[:2], [b"%d" % number * SMALL] * 2)
+        for lease in (scheduler.begin_request("r", keys, slots=True), scheduler.lookup(keys, slots=True)):
+            for number, rank in enumerate(ranks):
+                for slots in (lease.slots, None):
+                    with rank.read(lease.id, [1], slots=slots) as batch:
+                        assert bytes(batch.views()[0]) == b"%d" % number * SMALL
+            lease.release()
+            with pytest.raises(LeaseLost), ranks[0].read(lease.id, [1], slots=lease.slots):
+                pass
+        scheduler.finish_request("r")
+
     def test_flush_reports_durable_blocks(self, client: Any) -> None:
         """Stored blocks become durable; unknown ones do not."""
         keys = new_keys(3)

@@ -106,14 +106,17 @@ class BlockLease:
                     known[item] = pending
         return bytes(known.ljust(self.keys, bytes([KeyStatus.MISS])))
 
-    def slots(self, items: Sequence[int], rank: int) -> list[int]:
-        """Returns the slots of one rank's parts. Raises InvalidItem, NotReady."""
-        offsets = []
+    def slots(self, items: Sequence[int], rank: int | None) -> list[int]:
+        """Returns the slots of one rank's parts, or with None of all ranks, item by item.
+
+        Raises InvalidItem, NotReady.
+        """
+        offsets: list[int] = []
         for item, block in zip(items, self.blocks(items), strict=True):
-            offset = block.slots[rank] if block is not None and block.ready else None
-            if offset is None:
+            if block is None or not block.ready:
                 raise self._refusal(item, block)
-            offsets.append(offset)
+            # A block that is ready has all its slots.
+            offsets += block.slots if rank is None else block.slots[rank : rank + 1]  # type: ignore[arg-type]
         return offsets
 
     def read(self, items: Iterable[int], rank: int, *, counted: bool = True) -> tuple[list[int], list[int]]:

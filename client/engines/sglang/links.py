@@ -108,11 +108,11 @@ class PoolLink:
         """Returns the statuses of the first pages; of none if there is no server."""
         try:
             keys = self._keys(hashes)[: self._client.max_keys]
-            lease = self._client.lookup(keys, prefix=prefix, lease=LEASE_SECONDS)
+            lease = self._client.lookup(keys, prefix=prefix, lease=LEASE_SECONDS, slots=True)
             if KeyStatus.RETRY in lease.statuses:  # a shared tier has not answered yet
                 lease.release()
                 wait = self._wait(self._settings.lookup_timeout_s)
-                lease = self._client.lookup(keys, prefix=prefix, lease=LEASE_SECONDS, wait=wait)
+                lease = self._client.lookup(keys, prefix=prefix, lease=LEASE_SECONDS, wait=wait, slots=True)
         except KVTierError as error:
             self._log.warn("lookup", f"a lookup failed, so its pages are computed: {error}")
             return b""
@@ -129,7 +129,7 @@ class PoolLink:
         if leased is not None:
             return leased
         wait = self._wait(self._settings.load_timeout_s)
-        lease: Lease = self._client.lookup(keys, lease=LEASE_SECONDS + wait, wait=wait)
+        lease: Lease = self._client.lookup(keys, lease=LEASE_SECONDS + wait, wait=wait, slots=True)
         return LeasedPages(lease, range(lease.prefix_hits), last=True)
 
     def _wait(self, longest: float) -> float:

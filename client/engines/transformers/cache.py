@@ -296,7 +296,7 @@ class KVTierCache:
     def _restore(self, session: _Session, keys: Sequence[bytes]) -> tuple[DynamicCache, Hit]:
         if not keys:
             return DynamicCache(), Hit()
-        lease = session.client.lookup(keys, wait=self._wait, prefix=True)
+        lease = session.client.lookup(keys, wait=self._wait, prefix=True, slots=True)
         try:
             hits = lease.prefix_hits
             if hits == 0:

@@ -438,12 +438,45 @@ def test_lookups_run_in_slices(*, prefix: bool, known: bool) -> None:
         async with serving() as calls:
             if known:
                 run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS)))
+            calls.session.writers.add(1)
             call = asyncio.create_task(calls.look_up(KEYS, prefix=prefix, want_slots=True))
             assert await turns_of(call) > MANY // 256
             answer = call.result()
             assert set(answer.statuses) == {KeyStatus.HIT if known else KeyStatus.MISS}
             assert len(answer.statuses) == len(answer.sources) == MANY
             assert len(unpack_offsets(answer.slot_offsets)) == answer.prefix_hits == (MANY if known else 0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_an_answer_has_a_limited_number_of_slots(spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If there are more, it has none, and the client prepares the load."""
+    monkeypatch.setattr("kvtier.server.services.cache._MAX_SLOTS", 8 + spare)
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS[:8])))
+            calls.session.writers.add(1)
+            answer = await calls.look_up(KEYS[:8], want_slots=True)
+            assert len(unpack_offsets(answer.slot_offsets)) == (0 if spare else 8)
+            assert answer.prefix_hits == 8
+
+    asyncio.run(scenario())
+
+
+def test_a_client_cannot_count_more_than_its_lease_has() -> None:
+    """CompleteLoad names the bytes that the client copied without PrepareLoad."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS[:2])))
+            lease_id = (await calls.look_up(KEYS[:3])).lease_id
+            for copied, counted in ((PART, 1), (2**64 - 1, 3), (0, 3)):
+                await calls.service.CompleteLoad(
+                    cache_pb2.CompleteLoadRequest(lease_id=lease_id, copied_bytes=copied), None
+                )
+                assert calls.runtime.core.stats().tiers[0].loaded_bytes == counted * PART
 
     asyncio.run(scenario())
 
@@ -478,6 +511,7 @@ def test_a_lookup_that_ends_early_leaves_nothing(ends: str, turns: int) -> None:
     async def scenario() -> None:
         async with serving() as calls:
             run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS)))
+            calls.session.writers.add(1)
             call = asyncio.create_task(calls.look_up(KEYS, want_slots=True))
             await until(lambda: calls.long_calls._scheduler.turns == KEY_TURNS + turns)
             assert not call.done()

@@ -12,7 +12,7 @@ from harness.payloads import key_of
 from harness.service_calls import PART, Calls, duration, serving
 
 from kvtier.protos.v1 import cache_pb2
-from kvtier.protos.wire.packed_keys import pack_keys, unpack_offsets
+from kvtier.protos.wire.packed_keys import pack_keys, pack_offsets, unpack_offsets
 from kvtier.server.refused import Refused
 from kvtier.tiers.base import OffloadPolicy, RequestInfo, TierFilter, Vote
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
@@ -85,26 +85,31 @@ async def test_a_lookup(calls: Calls, core: Core, mode: int, *, prefix: bool) ->
     assert answer == cache_pb2.LookupResponse(statuses=bytes([MISS, KeyStatus.RETRY]), sources=bytes(2))
 
 
-async def test_the_answer_of_a_lookup(calls: Calls, core: Core) -> None:
-    """Leading hits are counted, trailing misses have a source of 0, and only hits have slots."""
+@pytest.mark.parametrize("is_mapped", [True, False])
+async def test_the_answer_of_a_lookup(calls: Calls, core: Core, *, is_mapped: bool) -> None:
+    """Leading hits are counted, trailing misses have a source of 0, and only hits have slots.
+
+    Only a session that maps the region gets slots.
+    """
     lease = SimpleNamespace(id=9, pending=0, statuses=lambda: bytes([HIT, MISS, HIT, MISS]), sources=bytes([1, 0, 2]))
     core.answer("lookup", LookupAnswer(4, lease, not_retained=3))  # type: ignore[arg-type]
 
-    async def read(_: object, lease_id: int, items: range) -> tuple[list[int], list[int]]:
-        assert (lease_id, items) == (9, range(1))
-        return [64], [8]
+    async def slots(_: object, lease_id: int, hits: int) -> list[int]:
+        assert (lease_id, hits) == (9, 1)
+        return [64]
 
-    calls.long_calls.read = read  # type: ignore[assignment,method-assign]
+    calls.long_calls.slots = slots  # type: ignore[assignment,method-assign]
+    if is_mapped:
+        calls.session.writers.add(1)
     request = cache_pb2.LookupRequest(**{**OPTIONS, "keys": pack_keys([*KEYS, *KEYS])}, want_slots=True)
     answer = await calls.service.Lookup(request, None)
-    assert unpack_offsets(answer.slot_offsets) == [64]
-    answer.slot_offsets = b""
     assert answer == cache_pb2.LookupResponse(
         statuses=bytes([HIT, MISS, HIT, MISS]),
         prefix_hits=1,
         sources=bytes([1, 0, 2, 0]),
         lease_id=9,
         not_retained_blocks=3,
+        slot_offsets=pack_offsets([64] if is_mapped else []),
     )
 
 

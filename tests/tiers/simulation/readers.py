@@ -77,7 +77,11 @@ class Readers(Actors):
             lease = self.world.core.lease(session, record.lease.id)
             spec = record.client.session.namespace
             items = [item for item, block in enumerate(lease.blocks(range(lease.keys))) if block and block.ready]
+            every = lease.slots(items, None)
             for rank in range(spec.world_size):
+                self.world.must(
+                    Invariant.BYTES, every[rank :: spec.world_size] == lease.slots(items, rank), "all ranks"
+                )
                 for block, slot in zip(lease.blocks(items), lease.slots(items, rank), strict=True):
                     assert block is not None
                     wanted = label(spec.id, block.key, rank)

@@ -238,6 +238,7 @@ class LookupService(RequestCalls):
             options["min_hits"] = least  # for a shorter hit the server then promotes nothing
         lease = self.lookup_keys(lookup.request, keys, **options)
         lookup.leases.append(lease)
+        lookup.found.slots[lease.id] = lease.slots
         statuses, sources = lease.statuses, lease.sources
         hits = []
         for index, block in enumerate(blocks):

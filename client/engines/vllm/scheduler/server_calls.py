@@ -99,7 +99,7 @@ class RequestCalls:
 
         Adds the options that the request's settings have. Raises KVTierError.
         """
-        options = {**options, **request.lookup_options()}
+        options = {**options, **request.lookup_options(), "slots": True}
         with self._lock:
             first, request.registered = not request.registered, True
         if not first:

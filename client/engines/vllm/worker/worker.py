@@ -273,7 +273,7 @@ class WorkerSide:
     def _copy_in(self, client: Client, copier: BlockCopier, read: BlockRead, chunk: slice, after: StepMark) -> None:
         groups, block_ids = read.groups[chunk], read.block_ids[chunk]
         # The end of the `with` block checks the lease, and raises if the lease was lost.
-        with client.read(read.lease_id, read.indices[chunk]) as batch:
+        with client.read(read.lease_id, read.indices[chunk], slots=read.slots) as batch:
             for group, rows in _by_group(groups).items():
                 offsets = [batch.offsets[row] for row in rows]
                 with self._gate.copying():

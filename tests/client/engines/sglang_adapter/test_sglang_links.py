@@ -40,7 +40,10 @@ class LeaseClient:
         self.released: list[int] = []
         self.read_from: list[tuple[int, list[int]]] = []
 
-    def lookup(self, keys: Sequence[bytes], *, lease: float, wait: float | None = None, prefix: bool = True) -> Any:
+    def lookup(
+        self, keys: Sequence[bytes], *, lease: float, slots: bool, wait: float | None = None, prefix: bool = True
+    ) -> Any:
+        assert slots, "the read would need a call"
         self.waits.append(wait)
         self.prefixes.append(prefix)
         self.leased.append(lease)

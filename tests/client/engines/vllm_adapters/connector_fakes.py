@@ -236,8 +236,16 @@ class FakeClient:
         return answer() if callable(answer) else answer
 
     def lookup(
-        self, keys: Sequence[bytes], *, request_id: str, wait: float = 0.0, prefix: bool = True, **options: Any
+        self,
+        keys: Sequence[bytes],
+        *,
+        request_id: str,
+        slots: bool,
+        wait: float = 0.0,
+        prefix: bool = True,
+        **options: Any,
     ) -> Any:
+        assert slots, "workers would need a call before each copy"
         self.before()
         self.options.append(options)
         self.waits.append(wait)
@@ -251,6 +259,7 @@ class FakeClient:
             sources=self.sources or ("cpu",) * len(keys),
             policy=self.policy,
             votes=(),
+            slots=f"slots of {number}",
             release=lambda: self.released.append(number),
         )
 
@@ -285,10 +294,12 @@ class FakeTransfers:
         self.error = error
         self.max_keys = max_keys
         self.written: list[list[bytes]] = []
+        self.slots: list[object] = []
         self.memory = memoryview(bytearray(1024))
 
     @contextlib.contextmanager
-    def read(self, lease_id: int, items: Sequence[int]) -> Iterator[Any]:
+    def read(self, lease_id: int, items: Sequence[int], *, slots: object) -> Iterator[Any]:
+        self.slots.append(slots)
         yield SimpleNamespace(memory=self.memory, offsets=[2 * PAGE * item for item in items])
         if self.error:
             raise self.error

@@ -7,12 +7,16 @@ import functools
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from connector_fakes import FULL, PAGE, FakeTransfers, close_when_idle, make_caches
+from handoff_engine import BLOCK, TOKEN_BYTES, ToyEngine, kv_of
 from harness.polling import wait_until
+from harness.recorded_calls import record_calls
+from harness.server_process import ServerProcess
 
 from kvtier.client import NotConnected, StoreStatus
 from kvtier.client.engines.vllm import background
@@ -61,15 +65,16 @@ def test_a_load_reads_from_all_of_its_leases() -> None:
     """Blocks of several groups, or of several calls of a lookup, have leases of their own."""
     client, caches, reports, leases = FakeTransfers(), make_caches(8), WorkerReports(), []
     read = client.read
-    client.read = lambda lease, items: leases.append((lease, list(items))) or read(lease, items)  # type: ignore[method-assign, func-returns-value]
+    client.read = lambda lease, items, **slots: leases.append((lease, list(items))) or read(lease, items, **slots)  # type: ignore[method-assign, func-returns-value]
     client.memory[:] = bytes([9]) * len(client.memory)
     worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(caches)
-    reads = [BlockRead(1, [0, 1], [0, 0], [2, 3]), BlockRead(2, [2], [0], [5])]
+    reads = [BlockRead(1, [0, 1], [0, 0], [2, 3], slots="slots of 1"), BlockRead(2, [2], [0], [5])]
     worker.start_loads(StepMetadata([LoadJob("r", reads)], [], "ns"))
     wait_until(lambda: reports.take_results(idle=True).finished_recving == {"r"})
     close_when_idle(worker)
     assert leases == [(1, [0, 1]), (2, [2])]
+    assert client.slots == ["slots of 1", None]
     filled = [block for block in range(8) if (caches["a"].view(8, PAGE)[block] == 9).all()]
     assert filled == [2, 3, 5]
 
@@ -189,9 +194,9 @@ def test_a_slow_peer_delays_no_load_from_the_own_server() -> None:
 
     class Slow(FakeTransfers):
         @contextlib.contextmanager
-        def read(self, lease_id: int, items: Any) -> Iterator[Any]:
+        def read(self, lease_id: int, items: Any, *, slots: object = None) -> Iterator[Any]:
             assert gate.wait(60)
-            with super().read(lease_id, items) as batch:
+            with super().read(lease_id, items, slots=slots) as batch:
                 yield batch
 
         write = read  # type: ignore[assignment]
@@ -293,3 +298,25 @@ def _write_present(client: FakeTransfers, keys: list[bytes], **_: Any) -> Iterat
     yield SimpleNamespace(
         memory=client.memory, wanted=[], offsets=[], statuses=bytes([StoreStatus.PRESENT] * len(keys))
     )
+
+
+def test_a_stored_prefix_takes_two_calls_before_the_first_token(tmp_path: Path) -> None:
+    """The workers get the slots from the scheduler, and call the server only after the copy."""
+    prompt = list(range(100, 100 + 4 * BLOCK + 1))
+    with ServerProcess(tmp_path).start() as server:
+        engine = ToyEngine(server.endpoint, "a")
+        try:
+            engine.run(prompt)
+            calls = record_calls(engine.scheduler._client, *engine.worker._clients)
+            request, table = engine.arrive(prompt), [1, 2, 3, 4, 5]
+            hit = engine.match(request)
+            assert hit == 4 * BLOCK
+            assert engine._load(request, table, hit)
+            in_background = {"CacheService/ReleaseLease", "CacheService/FinishRequest"}
+            before_first_token = [call for call in calls if call not in in_background]
+            assert before_first_token == ["CacheService/BeginRequest", "CacheService/CompleteLoad"]
+            assert engine._read(table)[: hit * TOKEN_BYTES] == kv_of(prompt[:hit])
+            engine.end(request, table, "FINISHED_STOPPED")
+            engine.settle()
+        finally:
+            engine.close()
