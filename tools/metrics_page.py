@@ -20,8 +20,8 @@ OpenMetrics. This page is generated from the code by `make generate`.
   `sum(kvtier_tier_hits_total) + sum(kvtier_lookup_misses_total) == sum(kvtier_lookup_keys_total)`.
   `kvtier_namespace_hits_total` and `kvtier_namespace_misses_total` count the same keys per namespace.
 - Labels have few values. The labels `tier` and `tenant` have only values from the configuration. All tenants without a
-  quota or limit count as tenant `""`. The first 64 namespaces of a tenant have a label value each; all further
-  namespaces count as `other`.
+  quota or limit count as tenant `""`. The first 64 namespaces of a tenant have a label value each, or fewer if
+  others have most of the 128 in all; all further namespaces count as `other`.
 - Counters begin at 0 when the server starts. If the labels of a series are known at the start, the server exports the
   series from the start on.
 - `process_*` are the standard metrics of a process (memory, CPU, descriptors, start time), for the server's main process.

@@ -9,7 +9,8 @@ Until a client confirms the server's settings, gRPC (1.85) accepts a block of he
 header that takes one byte on the wire takes 500 bytes of memory: 20 MB on 64 connections took 3.8
 GiB within five seconds, without credentials. So a thread watches the memory of the process. If it
 grows fast, the thread shuts down connections that carry no session. Tenants also make the memory
-grow, by leases and running calls. This must not end the connections of others.
+grow, by leases and running calls. This must not end the connections of others, so only bytes count
+that a connection has sent since the growth began.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ _ALARM_SECONDS = 60.0
 """The trimmer of the heap returns freed memory within 15 s."""
 _ALARM_CHECK_SECONDS = 0.05
 """Time between two checks of the memory, which take 20 µs each."""
+_STEP_BYTES = 16 << 20
+"""The memory changes by less than this in normal use. Such a change does not begin a growth."""
+_SNAPSHOT_SECONDS = 5.0
+"""Time between two snapshots of what each connection has sent."""
+_PART_OF_SNAPSHOTS = 0.01
+"""Largest part of the time that snapshots take."""
 _LARGE_BYTES = 8 << 10
 """A client sends less until its session is open: a TLS handshake with a certificate takes 3 KiB."""
 _BYTES_PER_BYTE = 512
@@ -74,6 +81,8 @@ class GrpcConnections:
         """Connections of each port at the last check, the oldest first."""
         self._suspicion_ends = float("-inf")
         """Time until which a growth of the memory is attributed to connections."""
+        self._snapshots: deque[tuple[float, dict[int, int]]] = deque()
+        """Times of the last minute, and what each socket had received, by its inode."""
 
     def start_alarm(self) -> Callable[[], None]:
         """Starts the thread that watches the memory; returns a function that ends it.
@@ -87,33 +96,50 @@ class GrpcConnections:
         return ended.set
 
     def _watch_memory(self, ended: threading.Event) -> None:
-        alarm = GrowthAlarm()
+        alarm, snapshot_at = GrowthAlarm(), float("-inf")
         while not ended.wait(_ALARM_CHECK_SECONDS):
-            growth = alarm.check(time.monotonic(), own_bytes())
-            for network, count in self.close_large(growth).items() if growth else ():
+            now = time.monotonic()
+            if now >= snapshot_at:
+                self.remember_received(now)
+                snapshot_at = now + max(_SNAPSHOT_SECONDS, (time.monotonic() - now) / _PART_OF_SNAPSHOTS)
+            growth = alarm.check(now, own_bytes())
+            for network, count in self.close_large(growth, alarm.began_at).items() if growth else ():
                 _log.warning("connections closed: the memory grows fast", address=network, connections=count)
 
-    def close_large(self, growth: int) -> Counter[str]:
+    def remember_received(self, now: float) -> None:
+        """Takes a snapshot of what each connection has sent. Runs on the thread of `close_large`."""
+        received = {}
+        for _, _, sock in _tcp_sockets(self._ports):
+            with sock, contextlib.suppress(OSError):
+                received[_inode_of(sock)] = _received_bytes(sock)
+        self._snapshots.append((now, received))
+        while len(self._snapshots) > 1 and self._snapshots[1][0] <= now - _ALARM_SECONDS:
+            self._snapshots.popleft()
+
+    def close_large(self, growth: int, began_at: float) -> Counter[str]:
         """Shuts down large connections without a session, because the memory has grown.
 
-        Closes none if all of them together cannot take so much memory, and have not done so in the
-        last seconds. Returns their number by address. Runs on any thread.
+        Counts what each one has sent since the last snapshot before the growth began. Closes none
+        if all of them together cannot take so much memory, and have not done so in the last
+        seconds. Returns their number by address. Runs on any thread.
         """
         with_sessions = {_peer_of(name) for name in self._peers_with_sessions()}
-        received: dict[Peer, int] = {}
+        before = next((known for at, known in reversed(self._snapshots) if at <= began_at), {})
+        received: dict[int, int] = {}
         for _, peer, sock in _tcp_sockets(self._ports):
             with sock, contextlib.suppress(OSError):
                 if peer not in with_sessions:
-                    received[peer] = _received_bytes(sock)
+                    inode = _inode_of(sock)
+                    received[inode] = _received_bytes(sock) - before.get(inode, 0)
         closed: Counter[str] = Counter()
         if sum(received.values()) * _BYTES_PER_BYTE >= growth:
             self._suspicion_ends = time.monotonic() + _SUSPICION_SECONDS
         elif time.monotonic() >= self._suspicion_ends:
             return closed
-        least = _LARGE_BYTES if growth < 2 * _ALARM_BYTES else 0
+        least = _LARGE_BYTES if growth < 2 * _ALARM_BYTES else 1
         for _, peer, sock in _tcp_sockets(self._ports):
             with sock, contextlib.suppress(OSError):
-                if received.get(peer, -1) >= least:
+                if received.get(_inode_of(sock), 0) >= least:
                     sock.shutdown(socket.SHUT_RDWR)
                     closed[network_of(peer[0])] += 1
         return closed
@@ -160,21 +186,31 @@ class GrpcConnections:
 
 
 class GrowthAlarm:
-    """Compares the memory with the least of the last minute."""
+    """Compares the memory with the least of the last minute, in steps of `_STEP_BYTES`."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
         """Time and memory, each smaller than the next one: the first is the least of the window."""
 
+    @property
+    def began_at(self) -> float:
+        """Time of the last check before the memory began to grow."""
+        return self._samples[0][0]
+
     def check(self, now: float, memory_bytes: int) -> int:
         """Returns by how many bytes the memory has grown; 0 if that is no reason for an alarm."""
-        while self._samples and self._samples[-1][1] >= memory_bytes:
+        while self._samples and self._samples[-1][1] // _STEP_BYTES >= memory_bytes // _STEP_BYTES:
             self._samples.pop()
         self._samples.append((now, memory_bytes))
         while self._samples[0][0] < now - _ALARM_SECONDS:
             self._samples.popleft()
         growth = memory_bytes - self._samples[0][1]
         return growth if growth >= _ALARM_BYTES else 0
+
+
+def _inode_of(sock: socket.socket) -> int:
+    """Returns what identifies a socket as long as it is open. A peer can use its port again."""
+    return os.fstat(sock.fileno()).st_ino
 
 
 def _received_bytes(sock: socket.socket) -> int:

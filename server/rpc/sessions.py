@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from ...protos.v1 import common_pb2, session_pb2
 from ...tiers.base import NamespaceId
-from ...tiers.types import NAMESPACE_BYTES, TENANT_TAG_BYTES, EngineSession, NamespaceSpec
+from ...tiers.stats.tenant_records import RecordsByTenant
+from ...tiers.types import NAMESPACE_BYTES, TENANT_TAG_BYTES, EngineSession, NamespaceSpec, tenant_of
 from ..auth.rate_limits import RateLimiter, RateLimiters
 from ..auth.roles import CALLER, OWNER, Identity
 from ..config.machine import max_descriptors
@@ -96,8 +97,8 @@ class SessionRegistry:
         self.limit = max_sessions
         self.opened = 0
         """Number of sessions opened since the start of the server."""
-        self.models: dict[NamespaceId, str] = {}
-        """Model names of the most recent namespaces, for the status."""
+        self._models = RecordsByTenant[NamespaceId, str](_MAX_MODELS)
+        """Model names of namespaces, for the status."""
         self._limiters = limiters or RateLimiters(RateConfig(), {})
         self._sessions: dict[bytes, OpenSession] = {}
         self._tenants: Counter[str | None] = Counter()
@@ -168,14 +169,12 @@ class SessionRegistry:
         self._sessions[session_id] = session
         self._tenants[counted] += 1
         self.opened += 1
-        self._record_model(spec.id, session.model)
+        self._models.put(tenant_of(spec.id), {spec.id: session.model[:_MAX_MODEL_LENGTH]})
         return session
 
-    def _record_model(self, namespace: NamespaceId, model: str) -> None:
-        self.models.pop(namespace, None)
-        self.models[namespace] = model[:_MAX_MODEL_LENGTH]
-        if len(self.models) > _MAX_MODELS:
-            del self.models[next(iter(self.models))]
+    def models(self) -> dict[NamespaceId, str]:
+        """Returns the model names of known namespaces."""
+        return {name: model for tenant in self._models.tenants() for name, model in self._models.of(tenant).items()}
 
     def close(self, session: OpenSession) -> None:
         """Closes a session whose heartbeat stream has ended."""

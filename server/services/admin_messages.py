@@ -164,7 +164,7 @@ def server_stats(runtime: TierRuntime, sessions: SessionRegistry, started: float
         sessions_opened=sessions.opened,
         sessions_closed=sessions.opened - len(open_sessions),
         namespaces=runtime.core.namespace_stats(),
-        models=sessions.models,
+        models=sessions.models(),
         downgrades=current_downgrades(runtime, sessions),
     )
 

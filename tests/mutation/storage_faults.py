@@ -132,9 +132,9 @@ STORAGE_FAULTS = (
     ),
     Fault(
         "the eviction history is twice as long",
-        "tiers/stats/eviction_history.py",
-        "if self._count >= self._most // 2:",
-        "if self._count >= self._most:",
+        "tiers/stats/tenant_records.py",
+        "while self._count > self._most:",
+        "while self._count > 2 * self._most:",
     ),
     Fault("a damaged head of a frame is accepted", _FRAMES, "if xxhash.xxh32_intdigest(fields) != check or ", "if "),
     Fault(

@@ -16,6 +16,7 @@ from ..errors import HoldExpired, HoldNotFound, InvalidItem
 from ..eviction.quotas import RetentionBudget, budgets_of
 from ..stats.request_log import ClaimOutcome
 from ..stats.snapshots import HandoffStats
+from ..stats.tenant_records import RecordsByTenant
 from ..types import (
     EngineKey,
     EngineSession,
@@ -55,8 +56,8 @@ _UNPIN_COST = 8
 """Cost of a pin of an ended hold: 0.5 µs, or 3 µs if its removal drops the block."""
 
 _REMEMBERED = 4096
-"""The core remembers this many ended and refused holds, and forgets first those of the tenant with
-most. A claim of one of them fails at once, and does not wait for a publication."""
+"""The core remembers this many ended and refused holds. A claim of one of them fails at once, and
+does not wait for a publication."""
 
 
 class HandoffHandler:
@@ -84,8 +85,8 @@ class HandoffHandler:
         self._table = HoldTable(unpin=self._unpin_held)
         self._pins: dict[Block, int] = {}
         self._budgets = budgets_of(list(cpu_tier.queues.shares), region_bytes, settings.held_part)
-        self._ended: dict[bytes, dict[HoldName, HoldEnd | PublishStatus]] = {}
-        """Ended and refused holds per tenant, oldest first."""
+        self._ended = RecordsByTenant[HoldName, HoldEnd | PublishStatus](_REMEMBERED)
+        """Why holds have ended or were refused."""
         self._stats = {direction: HandoffStats() for direction in HandoffDirection}
         self.claims = ClaimHandler(cpu_tier=cpu_tier, lookups=lookups, log=log, stats=self._stats)
 
@@ -215,7 +216,7 @@ class HandoffHandler:
             unprepared=count,
         )
         self._table.add(hold)
-        self._forget_end(name)
+        self._ended.pop(tenant_of(name[0]), name)
         self._stats[direction].published += 1
         return True
 
@@ -388,21 +389,13 @@ class HandoffHandler:
         self._commands.append(HoldChanged(hold.name))
 
     def _remember_end(self, name: HoldName, why: HoldEnd | PublishStatus) -> None:
-        # `setdefault`: an expired hold stays expired, even if a publication of its name is refused.
-        self._ended.setdefault(tenant_of(name[0]), {}).setdefault(name, why)
-        while sum(map(len, self._ended.values())) > _REMEMBERED:
-            most = max(self._ended.values(), key=len)
-            self._forget_end(next(iter(most)))
-
-    def _forget_end(self, name: HoldName) -> None:
-        tenant = tenant_of(name[0])
-        ended = self._ended.get(tenant, {})
-        if ended.pop(name, None) is not None and not ended:
-            del self._ended[tenant]
+        # An expired hold stays expired, even if a publication of its name is refused.
+        if self._end_of(name) is None:
+            self._ended.put(tenant_of(name[0]), {name: why})
 
     def _end_of(self, name: HoldName) -> HoldEnd | PublishStatus | None:
         """Returns how a hold has ended, or why it was refused; None if the core does not know."""
-        return self._ended.get(tenant_of(name[0]), {}).get(name)
+        return self._ended.of(tenant_of(name[0])).get(name)
 
     def _unpin_held(self, blocks: Sequence[Block]) -> None:
         """Removes a hold's pins, in slices. A hold-only block is dropped with its last pin."""

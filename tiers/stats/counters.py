@@ -7,15 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..base import NamespaceId
-from ..types import REST, TENANT_TAG_BYTES, MissReason
+from ..types import REST, MissReason, tenant_of
 from .request_log import OutcomeRun
 from .snapshots import NamespaceStats
 
 __all__ = ["MAX_NAMESPACES", "HitCounters", "NamespaceCounters"]
 
-MAX_NAMESPACES = 64
-"""The first namespaces, up to this number, have separate counters. Of the other namespaces, all of
-one tenant share counters. This limits the number of time series in a monitoring system."""
+MAX_NAMESPACES = 128
+"""The first namespaces, up to this number, have separate counters; those of one tenant at most as
+many as are then free. Of the other namespaces, all of one tenant share counters. This limits the
+number of time series in a monitoring system."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +42,8 @@ class HitCounters:
         self._tiers = tiers + 1
         self._tenants = tenants or {}
         self._by_namespace: dict[NamespaceId, NamespaceCounters] = {}
+        self._namespaces = Counter[bytes]()
+        """Number of separate counters per tenant."""
         self._by_tenant: dict[str, NamespaceCounters] = {}
 
     def of(self, namespace: NamespaceId) -> NamespaceCounters:
@@ -86,8 +89,10 @@ class HitCounters:
         ]
 
     def _add(self, namespace: NamespaceId) -> NamespaceCounters:
-        tenant = self._tenants.get(namespace[:TENANT_TAG_BYTES], REST)
-        if len(self._by_namespace) < MAX_NAMESPACES:
+        tag = tenant_of(namespace)
+        tenant = self._tenants.get(tag, REST)
+        if self._namespaces[tag] < MAX_NAMESPACES - len(self._by_namespace):
+            self._namespaces[tag] += 1
             counters = self._by_namespace[namespace] = NamespaceCounters(namespace, tenant, [0] * self._tiers)
             return counters
         if tenant not in self._by_tenant:

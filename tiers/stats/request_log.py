@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, takewhile
 from operator import attrgetter, itemgetter
 
 from ..types import EngineKey, HandoffDirection, HoldEnd, MissReason, Negotiation, PublishStatus, tenant_of
+from .tenant_records import RecordsByTenant
 
 __all__ = [
     "ClaimOutcome",
@@ -127,18 +128,16 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Requests of the last 15 minutes, at most 4,096: then the largest tenant loses its oldest."""
+    """Requests of the last 15 minutes, at most 4,096."""
 
     def __init__(self) -> None:
-        self._by_tenant: dict[bytes, OrderedDict[tuple[EngineKey, str], RequestRecord]] = {}
-        """Per tenant the requests, the latest last."""
-        self._count = 0
+        self._records = RecordsByTenant[tuple[EngineKey, str], RequestRecord](MAX_REQUESTS)
 
     def open(self, engine: EngineKey, request_id: str, now: float) -> RequestRecord:
         """Returns the record of an unfinished request; creates a missing record."""
         record = self._get(engine, request_id)
         if record is None or record.finished:
-            record = self._add(RequestRecord(engine, request_id, now))
+            record = RequestRecord(engine, request_id, now)
         self._touch(record, now)
         return record
 
@@ -162,38 +161,22 @@ class RequestLog:
 
     def find(self, request_id: str) -> list[RequestRecord]:
         """Returns the records of a request, of any engine; the latest first."""
-        found = [each for own in self._by_tenant.values() for each in reversed(own.values())]
-        return sorted((each for each in found if each.request_id == request_id), key=attrgetter("at"), reverse=True)
+        found = [each for tenant in self._records.tenants() for each in self._records.of(tenant).values()]
+        latest = (each for each in reversed(found) if each.request_id == request_id)
+        return sorted(latest, key=attrgetter("at"), reverse=True)
 
     def tick(self, now: float) -> None:
-        for tenant, own in list(self._by_tenant.items()):
-            while own and now - next(iter(own.values())).at >= MAX_AGE_SECONDS:
-                self._drop_oldest(tenant)
+        for tenant in self._records.tenants():
+            old = takewhile(lambda each: now - each[1].at >= MAX_AGE_SECONDS, self._records.of(tenant).items())
+            for name, _ in list(old):
+                self._records.pop(tenant, name)
 
     def _get(self, engine: EngineKey, request_id: str) -> RequestRecord | None:
-        own = self._by_tenant.get(tenant_of(engine[0]))
-        return own.get((engine, request_id)) if own is not None else None
-
-    def _add(self, record: RequestRecord) -> RequestRecord:
-        own = self._by_tenant.setdefault(tenant_of(record.engine[0]), OrderedDict())
-        before = len(own)
-        own[record.engine, record.request_id] = record
-        self._count += len(own) - before
-        if self._count > MAX_REQUESTS:
-            self._drop_oldest(max(self._by_tenant, key=lambda tenant: len(self._by_tenant[tenant])))
-        return record
+        return self._records.of(tenant_of(engine[0])).get((engine, request_id))
 
     def _touch(self, record: RequestRecord, now: float) -> None:
         record.at = now
-        own = self._by_tenant.get(tenant_of(record.engine[0]), OrderedDict())
-        if (record.engine, record.request_id) in own:
-            own.move_to_end((record.engine, record.request_id))
-
-    def _drop_oldest(self, tenant: bytes) -> None:
-        self._by_tenant[tenant].popitem(last=False)
-        self._count -= 1
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
+        self._records.put(tenant_of(record.engine[0]), {(record.engine, record.request_id): record})
 
 
 class ClaimOutcome(enum.Enum):

@@ -75,7 +75,8 @@ def test_a_check_keeps_no_descriptors(tmp_path: Path) -> None:
         connections = GrpcConnections([ours.getsockname()[1]], 4, list)
         before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
         connections.check(set())
-        connections.close_large(0)
+        connections.remember_received(0.0)
+        connections.close_large(0, 0.0)
         assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
@@ -96,14 +97,43 @@ def test_large_connections_without_a_session_are_closed() -> None:
             return [bool(select.select([each], [], [], 0)[0]) for each in accepted]
 
         # Not all of them together can take so much memory: a tenant has used it.
-        assert connections.close_large(600 * MIB) == {}
+        assert connections.close_large(600 * MIB, 0.0) == {}
         assert closed() == [False] * 3
-        assert connections.close_large(280 * MIB) == {"127.0.0.1": 1}
+        assert connections.close_large(280 * MIB, 0.0) == {"127.0.0.1": 1}
         assert closed() == [False, True, False]
         accepted.pop(1).close()
-        assert connections.close_large(600 * MIB) == {"127.0.0.1": 1}
+        assert connections.close_large(600 * MIB, 0.0) == {"127.0.0.1": 1}
         assert closed() == [False, True]
         for connection in (*clients, *accepted):
+            connection.close()
+
+
+def test_bytes_from_before_the_growth_are_not_its_cause() -> None:
+    """A client without a session has sent much. Later a tenant makes the memory grow, then a peer."""
+    with socket.create_server(("127.0.0.1", 0)) as ours:
+        honest = socket.create_connection(ours.getsockname())
+        honest_end = ours.accept()[0]
+        connections = GrpcConnections([ours.getsockname()[1]], 4, list)
+
+        def send(client: socket.socket, end: socket.socket) -> None:
+            for _ in range(1200):
+                client.sendall(bytes(500))
+                end.recv(500, socket.MSG_WAITALL)
+
+        send(honest, honest_end)
+        connections.remember_received(10.0)
+        assert connections.close_large(280 * MIB, 15.0) == {}
+        peer = socket.create_connection(ours.getsockname())
+        peer_end = ours.accept()[0]
+        send(peer, peer_end)
+        assert connections.close_large(600 * MIB, 15.0) == {}, "the peer has sent too little for this"
+        assert connections.close_large(280 * MIB, 15.0) == {"127.0.0.1": 1}
+        peer_end.close()
+        assert connections.close_large(600 * MIB, 15.0) == {}, "the other one has sent nothing since"
+        send(honest, honest_end)
+        connections.remember_received(20.0)
+        assert connections.close_large(280 * MIB, 15.0) == {"127.0.0.1": 1}, "it has sent much since"
+        for connection in (honest, honest_end, peer, peer_end):
             connection.close()
 
 
@@ -112,3 +142,14 @@ def test_an_alarm_compares_with_the_least_memory_of_a_minute() -> None:
     figures = [(0, 100), (30, 300), (31, 357), (32, 613), (33, 200), (90, 440), (92, 460), (156, 700), (157, 960)]
     answers = [alarm.check(second, mib * MIB) // MIB for second, mib in figures]
     assert answers == [0, 0, 257, 513, 0, 0, 260, 0, 260]
+
+
+def test_a_growth_begins_at_the_last_small_change() -> None:
+    """Else it would begin a minute ago whenever the memory creeps."""
+    alarm = GrowthAlarm()
+    for second in range(50):
+        assert not alarm.check(second, 100 * MIB + second * 1000)
+    assert alarm.check(50.0, 400 * MIB) // MIB == 299
+    assert alarm.began_at == 49.0
+    assert alarm.check(70.0, 500 * MIB) // MIB == 399
+    assert alarm.began_at == 49.0

@@ -5,7 +5,7 @@ from core_rig import GRANTED, Rig, keys
 from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.base import OffloadPolicy, RequestInfo, Vote
+from kvtier.tiers.base import NamespaceId, OffloadPolicy, RequestInfo, Vote
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import StoreInTier
 from kvtier.tiers.core.manager import TierManager
@@ -128,12 +128,23 @@ def test_an_admitted_block_can_be_evicted() -> None:
 def test_memory_of_the_filter_is_bounded() -> None:
     """The oldest names are forgotten and count from zero."""
     admission = SecondUse(most=100)
+    names = [(NamespaceId(b"z" * 32), b"%d" % number) for number in range(1000)]
+    for name in names:
+        assert not admission.admits(name, "r1")
+    assert sum(admission.admits(name, "r2") for name in names) <= 100
+    assert not admission.admits(names[0], "r1")
+    assert not admission.admits(names[0], "r1")
+    assert admission.admits(names[0], None)
+
+
+def test_a_tenant_with_many_names_keeps_those_of_another_one() -> None:
+    """Else one tenant could keep the blocks of all others out of the tier."""
+    admission = SecondUse(most=100)
+    zeta, acme = (NamespaceId(tag * 32) for tag in (b"z", b"a"))
+    assert not admission.admits((zeta, b"x"), "r1")
     for number in range(1000):
-        assert not admission.admits(number, "r1")
-    assert sum(admission.admits(number, "r2") for number in range(1000)) <= 100
-    assert not admission.admits("x", "r1")
-    assert not admission.admits("x", "r1")
-    assert admission.admits("x", None)
+        assert not admission.admits((acme, b"%d" % number), "r1")
+    assert admission.admits((zeta, b"x"), "r2")
 
 
 @pytest.mark.parametrize("admission", [{"sdd": "second_use"}, {"ssd": "second"}, {"cpu": "second_use"}])

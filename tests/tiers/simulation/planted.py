@@ -274,7 +274,7 @@ MUTANTS = (
         "reasons of evictions are forgotten",
         Invariant.FOUND,
         "stats/eviction_history.py",
-        "        young.update(dict.fromkeys(keys, reason))\n",
+        "        self._reasons.put(tenant_of(namespace), dict.fromkeys(names, reason))\n",
         "",
     ),
     Mutant(

@@ -31,20 +31,22 @@ def test_every_key_counts_in_its_namespace_and_in_the_sum() -> None:
 
 
 def test_namespaces_beyond_the_limit_share_counters_per_tenant() -> None:
-    """Memory is bounded, and the sums are exact."""
+    """Memory is bounded, and the sums are exact. A tenant gets at most as many as are then free."""
     tally = HitCounters(0, {b"acme" * 4: "acme"})
-    for number in range(MAX_NAMESPACES):
+    half = MAX_NAMESPACES // 2
+    for number in range(1000):
         tally.hit(namespace(number), 0)
     for number in range(1000):
-        tally.hit(namespace(MAX_NAMESPACES + number), 0)
         tally.hit(namespace(number, b"acme" * 4), 0)
     tally.hit(namespace(0), 0)
+    tally.hit(namespace(7, b"zeta" * 4), 0)
     cells = tally.all()
-    assert len(cells) == MAX_NAMESPACES + 2
+    assert len(cells) == half + half // 2 + 3
     others = {cell.tenant: cell.hits for cell in cells if cell.namespace is None}
-    assert others == {"": [1000], "acme": [1000]}
+    assert others == {"": [1000 - half], "acme": [1000 - half // 2]}
     assert cells[0].hits == [2]
-    assert tally.hits == [MAX_NAMESPACES + 2001]
+    assert namespace(7, b"zeta" * 4) in [cell.namespace for cell in cells]
+    assert tally.hits == [2002]
 
 
 def test_the_eviction_history_keeps_the_latest_blocks_within_its_limit() -> None:
@@ -57,3 +59,18 @@ def test_the_eviction_history_keeps_the_latest_blocks_within_its_limit() -> None
         assert len(known) <= 8
     assert known == keys[-len(known) :]
     assert len(known) >= 4
+
+
+def test_a_tenant_with_many_evictions_keeps_the_history_of_another_one() -> None:
+    """Its own oldest blocks are forgotten. A block that is evicted again counts as new."""
+    history = EvictionHistory(64)
+    first = [bytes([number]) for number in range(8)]
+    history.record_all(namespace(1, b"zeta" * 4), first, MissReason.EXPIRED)
+    for number in range(1000):
+        history.record_all(namespace(number % 3), [b"%d" % number, b"again"], MissReason.EVICTED)
+    assert history.reasons_for(namespace(1, b"zeta" * 4), [*first, b"x"], MissReason.NEVER_STORED) == [
+        *[MissReason.EXPIRED] * 8,
+        MissReason.NEVER_STORED,
+    ]
+    assert history.reason_for(namespace(0), b"0") is None
+    assert history.reason_for(namespace(0), b"again") is MissReason.EVICTED
