@@ -15,11 +15,10 @@ import pytest
 from connector_fakes import FULL, PAGE, WINDOW, FakeTransfers, close_when_idle, make_caches
 from harness.polling import wait_until
 
-from kvtier.client import InvalidRequest, NotConnected, StoreStatus
+from kvtier.client import NotConnected, StoreStatus
 from kvtier.client.engines.vllm import background
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.peers import OWN, Peers
-from kvtier.client.engines.vllm.sleep import EngineAsleep
 from kvtier.client.engines.vllm.stats import TransferCounters
 from kvtier.client.engines.vllm.step_metadata import StepMetadata
 from kvtier.client.engines.vllm.worker import worker as worker_module
@@ -146,21 +145,6 @@ def test_each_block_of_mixed_groups_gets_its_own_bytes(seed: int) -> None:
     stats = counters.take()
     assert stats is not None
     assert [stats.data[name] for name in ("save_bytes", "load_bytes")] == [8 * 2 * PAGE] * 2
-
-
-@pytest.mark.parametrize(
-    ("error", "pauses"), [(NotConnected("gone"), True), (InvalidRequest("odd"), False), (EngineAsleep("sleeps"), False)]
-)
-def test_a_refusal_of_one_save_pauses_no_other(error: Exception, *, pauses: bool) -> None:
-    """Only a failure of the server pauses saves."""
-    client, reports = FakeTransfers(error), WorkerReports()
-    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
-    worker.register(make_caches(8))
-    for number in (1, 2):
-        worker.start_saves(StepMetadata([], [SaveJob(number, "r", [b"k0", b"k1"], [0, 0], [4, 5])], "ns"))
-        assert wait_until(reports.take_report) == WorkerReport({number: 1}, {number: {0, 1}})
-    close_when_idle(worker)
-    assert len(client.written) == (1 if pauses else 2)
 
 
 @pytest.mark.parametrize(("last", "failed"), [([BlockRead(1, [0], [0], [2])], False), ([], True)])
