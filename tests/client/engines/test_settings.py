@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import functools
+import hashlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier.client import engines
 from kvtier.client.engines.failures import Unsupported
 from kvtier.client.engines.settings import (
     NeutralSettings,
@@ -42,6 +45,45 @@ class ModelConfig:
     mode: Mode = Mode.FAST
     layers: set[str] = dataclasses.field(default_factory=set)
     overrides: Any = None
+
+
+REVIEWED = {
+    ("file_digests.py", "_NEUTRAL_NAMES"): "d537fd92",
+    ("file_digests.py", "_NEUTRAL_SUFFIXES"): "72141f71",
+    ("sglang/layout.py", "_FORMAT"): "5344a5c4",
+    ("sglang/namespace.py", "NEUTRAL"): "5e6d168b",
+    ("transformers/generate_settings.py", "_NEUTRAL"): "7ba022d6",
+    ("transformers/generate_settings.py", "_PLAIN"): "7910d1f9",
+    ("transformers/model_identity.py", "NEUTRAL"): "0dda3681",
+    ("transformers/model_state.py", "_IGNORED"): "e7a4e2f7",
+    ("transformers/model_state.py", "_NEUTRAL_HOOKS"): "a61167e4",
+    ("transformers/model_state.py", "_PLAIN"): "3e7bb0c1",
+    ("transformers/model_state.py", "_SKIPPED"): "1310976f",
+    ("vllm/namespace.py", "NEUTRAL"): "94e2e68f",
+    ("vllm_tier/namespace.py", "_PROCESS_FIELDS"): "56c45874",
+    ("vllm_tier/namespace.py", "_REPLICA_FIELDS"): "efe84350",
+}
+"""Digests of the lists of what does not change the KV, after a review of each entry."""
+
+
+@pytest.mark.parametrize(("file", "name"), REVIEWED)
+def test_each_entry_of_the_lists_is_reviewed(file: str, name: str) -> None:
+    """A wrong neutral entry gives wrong KV.
+
+    If you change a list, check in the engine's code that the KV of equal tokens is equal for all
+    values of the setting. Then change the digest here.
+    """
+    tree = ast.parse((Path(engines.__file__).parent / file).read_text())
+    (value,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and ast.unparse(node).startswith((f"{name} =", f"{name}: "))
+    )
+    assert value is not None
+    leaves = [node for node in ast.walk(value) if isinstance(node, ast.Constant | ast.Name | ast.Attribute)]
+    leaves.sort(key=lambda node: (node.lineno, node.col_offset))
+    entries = repr([ast.unparse(node) for node in leaves])
+    assert hashlib.sha256(entries.encode()).hexdigest()[:8] == REVIEWED[file, name]
 
 
 def digest(settings: Any) -> str:

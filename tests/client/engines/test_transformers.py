@@ -129,11 +129,15 @@ def test_what_differs_is_not_shared(model: Any, endpoint: str, options: dict[str
 
 
 def test_other_weights_are_not_shared(model: Any, server: FakeServer) -> None:
-    """A model of the same shape with other weights finds nothing, without being told."""
-    with _cache(model, server) as first, _cache(tiny_llama(seed=1), server) as second:
-        _kept(first, PROMPT)
-        _kept(second, PROMPT)
-        assert second.last_hit.tokens == 0
+    """A model of the same shape with other weights finds nothing, without being told.
+
+    Only a name and a revision together stand for the weights.
+    """
+    for options, hit in ({}, 0), ({"name": "m"}, 0), ({"revision": "2"}, 0), ({"name": "m", "revision": "2"}, 32):
+        with _cache(model, server, **options) as first, _cache(tiny_llama(seed=1), server, **options) as second:
+            _kept(first, PROMPT)
+            _kept(second, PROMPT)
+            assert second.last_hit.tokens == hit, options
 
 
 def test_without_a_server_everything_is_a_miss(model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +98,49 @@ def test_a_cache_of_another_shape_does_not_match() -> None:
     assert not layout.matches(one, 12)
     assert not layout.matches(two, 8)
     assert not layout.matches(DynamicCache(), 0)
+
+
+def _pair(*, heads: int = 2, dim: int = 4, dtype: torch.dtype = torch.float32, tokens: int = 8, rows: int = 1) -> Any:
+    """Returns keys and values of a layer, or of a batch of sequences."""
+    values = torch.arange(2 * rows * heads * tokens * dim, dtype=dtype).view(2, rows, heads, tokens, dim)
+    return SimpleNamespace(keys=values[0], values=values[1])
+
+
+@pytest.mark.parametrize("place", [(0, "keys"), (0, "values"), (1, "keys"), (1, "values")])
+@pytest.mark.parametrize(
+    "odd", [{"heads": 1}, {"dim": 2}, {"dtype": torch.float16}, {"tokens": 7}, {"rows": 2}], ids=str
+)
+def test_each_tensor_of_a_cache_must_match(place: tuple[int, str], odd: dict[str, Any]) -> None:
+    """A single other tensor would be stored as bytes of another meaning."""
+    layers = [_pair(), _pair()]
+    layout = CacheLayout([(layer.keys, layer.values) for layer in layers], block_tokens=4)
+    cache = SimpleNamespace(layers=layers)
+    assert layout.matches(cache, 8)
+    setattr(layers[place[0]], place[1], _pair(**odd).keys)
+    assert not layout.matches(cache, 8)
+    for number in (1, 3):
+        assert not layout.matches(SimpleNamespace(layers=[_pair() for _ in range(number)]), 8)
+
+
+def test_layers_of_other_shapes_lie_one_after_the_other() -> None:
+    """Blocks in any order come back, each layer with its own heads, and keys apart from values."""
+    pairs = [(_pair(heads=heads, dim=dim).keys, _pair(heads=heads).values) for heads, dim in ((2, 4), (1, 4), (2, 2))]
+    layout = CacheLayout(pairs, block_tokens=4)
+    assert layout.part_bytes == sum(tensor.shape[1] * tensor.shape[3] * 4 * 4 for pair in pairs for tensor in pair)
+    descriptions = {
+        CacheLayout(order, 4).describe() for order in (pairs, pairs[::-1], pairs[:1], pairs[:1] * 2, pairs[1:2])
+    }
+    assert len(descriptions) == 5
+    cache: Any = SimpleNamespace(layers=[SimpleNamespace(keys=keys, values=values) for keys, values in pairs])
+    memory, offsets = memoryview(bytearray(3 * layout.part_bytes)), [2 * layout.part_bytes, 0]
+    layout.copy_out(cache, [1, 0], memory, offsets)
+    copies = layout.copy_in(memory, offsets[::-1])
+    assert all(
+        torch.equal(copy, tensor)
+        for copy, tensor in zip(copies, (tensor for pair in pairs for tensor in pair), strict=True)
+    )
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 has torch\.float16, layer 0 has torch\.float32"):
+        CacheLayout([pairs[0], (pairs[1][0], pairs[1][1].half())], 4)
 
 
 def test_weights_have_distinct_digests() -> None:

@@ -278,6 +278,29 @@ def test_a_pull_whose_blocks_do_not_come_fails_once(how: str) -> None:
     assert not rig.core.pending
 
 
+@pytest.mark.parametrize("geometry", [FULL, WINDOW])
+@pytest.mark.parametrize("position", [4, 5, 6])
+def test_a_pull_of_which_one_block_does_not_come_fails(geometry: CacheGeometry, position: int) -> None:
+    """Also if others may still come: the engine waits for none of them."""
+    for group in geometry.groups:
+        rig = Decode(geometry)
+        rig.begun(40)
+        grant = computed(100, 64, geometry=geometry)
+        rig.answer(
+            replace(
+                grant,
+                blocks=[
+                    replace(block, item=None, is_pending=False)
+                    if (block.group_index, block.position) == (group.index, position)
+                    else block
+                    for block in grant.blocks
+                ],
+            )
+        )
+        assert [pull.job for pull in rig.core.take_pulls()] == [LoadJob("r")]
+        assert len(rig.server.claims) == 2
+
+
 def test_a_pull_whose_claim_is_not_answered_fails() -> None:
     """Also if the engine lost the answer of a claim. An answer that comes later is not used."""
     rig = Decode()

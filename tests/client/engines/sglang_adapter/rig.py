@@ -27,6 +27,7 @@ __all__ = [
     "PAGE",
     "attach",
     "await_links",
+    "engine_arguments",
     "hashes",
     "kv_pool",
     "latent_pool",
@@ -34,6 +35,7 @@ __all__ = [
     "page_of",
     "rows",
     "spaces_of",
+    "storage_config",
 ]
 
 PAGE = 4

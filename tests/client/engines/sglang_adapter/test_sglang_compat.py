@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +49,20 @@ def test_all_ranks_take_the_text_of_the_first(monkeypatch: pytest.MonkeyPatch) -
     assert asked == []
     assert compat.agree("mine", 4) == "of rank 0"
     assert asked == [("mine", 0)]
+
+
+@pytest.mark.parametrize(("version", "warns"), [("0.5.23", False), ("0.5.23.post1", False), ("0.5.24", True)])
+def test_a_version_that_was_not_tested_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, *, warns: bool
+) -> None:
+    """The storage starts all the same."""
+    with monkeypatch.context() as changed:
+        changed.setattr(sys.modules["sglang.version"], "__version__", version)
+        spec = importlib.util.spec_from_file_location(compat.__name__, compat.__file__)
+        assert spec is not None
+        assert spec.loader is not None
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert (f"tested with SGLang 0.5.23; this is {version}" in caplog.text) is warns
 
 
 def test_only_pools_of_heads_are_split() -> None:

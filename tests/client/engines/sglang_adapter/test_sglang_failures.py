@@ -21,7 +21,7 @@ from kvtier.client import DeadlineExceeded
 from kvtier.client.effects import Call, Connect
 from kvtier.client.engines.sglang import deadlines, links, storage
 from kvtier.client.engines.sglang.config import StorageConfig
-from kvtier.client.engines.sglang.deadlines import CALL_SECONDS, END_SECONDS, Deadline, DeadlineTransport
+from kvtier.client.engines.sglang.deadlines import CALL_SECONDS, COPY_SECONDS, END_SECONDS, Deadline, DeadlineTransport
 
 KEYS = hashes("prompt", 6)
 ALL = rows(*range(6))
@@ -316,6 +316,17 @@ def test_unknown_settings_are_named(caplog: pytest.LogCaptureFixture) -> None:
     (record,) = caplog.records
     assert "unknown key 'load_timout_s' in hicache_storage_backend_extra_config is ignored" in record.message
     assert record.message.endswith("did you mean load_timeout_s?")
+
+
+@pytest.mark.parametrize(("name", "low"), [("lookup_timeout_s", 0.0), ("load_timeout_s", 0.1)])
+def test_the_limits_of_waits(name: str, low: float) -> None:
+    """A load waits for a moment at least. No wait is longer than a call without its copies."""
+    for right in (low, CALL_SECONDS - COPY_SECONDS):
+        assert getattr(StorageConfig.parse({"interface_v1": 1, name: right}, pytest.fail), name) == right
+    with pytest.raises(ValueError, match=f"{name} must be a number"):
+        StorageConfig.parse({"interface_v1": 1, name: low - 0.001}, pytest.fail)
+    usual = StorageConfig.parse({"interface_v1": 1}, pytest.fail)
+    assert (usual.lookup_timeout_s, usual.load_timeout_s) == (1.0, 3.0)
 
 
 @pytest.mark.parametrize("setting", ["lookup_timeout_s", "load_timeout_s"])

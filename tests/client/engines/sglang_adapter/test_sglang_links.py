@@ -186,6 +186,19 @@ def test_no_call_has_more_keys_than_the_server_accepts() -> None:
     assert [*link._batches(0)] == []
 
 
+def test_the_bandwidth_of_each_transfer() -> None:
+    """In GB/s, and finite also for a transfer that took no time. One without pages does not count."""
+    stats = TransferStats(enabled=True)
+    stats.loaded(2, 3 * 10**9, 1.5)
+    stats.loaded(0, 0, 1.0)
+    stats.stored(5, 10**9, 0.0)
+    stats.stored(1, 10**9, 4.0)
+    taken = stats.take()
+    assert taken is not None
+    assert (taken.prefetch_pgs, taken.prefetch_bandwidth) == ([2], [2.0])
+    assert (taken.backup_pgs, taken.backup_bandwidth) == ([5, 1], [pytest.approx(1e9), 0.25])
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -10,7 +10,19 @@ from typing import Any
 import pytest
 import torch
 from harness.server_process import ServerProcess
-from rig import HEADS, PAGE, attach, hashes, kv_pool, latent_pool, mamba_pool, rows, spaces_of
+from rig import (
+    HEADS,
+    PAGE,
+    attach,
+    engine_arguments,
+    hashes,
+    kv_pool,
+    latent_pool,
+    mamba_pool,
+    rows,
+    spaces_of,
+    storage_config,
+)
 from sglang.version import __version__ as sglang_version
 
 from kvtier.client import Group, GroupKind, Namespace
@@ -18,7 +30,8 @@ from kvtier.client.engines.failures import Unsupported
 from kvtier.client.engines.identity import SCHEME, namespace_digest
 from kvtier.client.engines.sglang import namespace
 from kvtier.client.engines.sglang.config import StorageConfig
-from kvtier.client.engines.sglang.layout import KV, MAMBA, HostPool
+from kvtier.client.engines.sglang.layout import _FORMAT, KV, MAMBA, HostPool
+from kvtier.client.engines.sglang.namespace import prepare_spaces
 
 KEYS = hashes("prompt", 6)
 
@@ -118,6 +131,24 @@ def test_ranks_and_groups_of_pools() -> None:
     assert [group.name for group in space.namespace.groups] == [KV, "swa", "draft_swa"]
     assert space.namespace.groups[1].part_bytes * HEADS == space.namespace.groups[0].part_bytes
     assert digests_of((KV, kv_pool()), pp_size=2) != digests_of((KV, kv_pool()), pp_size=2, pp_rank=1)
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+@pytest.mark.parametrize("name", [*_FORMAT, "kind"])
+def test_the_format_of_each_pool_counts(name: str, changed: int) -> None:
+    """Also that of a pool after the first, of the same size, and also an attribute that it lacks."""
+
+    def digests(value: object) -> list[str]:
+        pools = [kv_pool(), kv_pool()]
+        if name == "kind":
+            pools[changed].__class__ = type(str(value), (type(pools[changed]),), {})
+        probed = [HostPool.probe(own, pool) for own, pool in zip((KV, "swa"), pools, strict=True)]
+        if name != "kind":
+            setattr(pools[changed], name, value)
+        made = prepare_spaces(storage_config({}), engine_arguments({}), StorageConfig(), probed, "")
+        return [namespace_digest(space.namespace) for space in made()]
+
+    assert digests(11) != digests(12)
 
 
 @pytest.mark.parametrize("size", ["attn_cp_size", "dcp_size"])

@@ -100,6 +100,29 @@ def test_the_scheduler_does_not_know_layers_that_differ_from_the_first_of_their_
         assert is_known_to_scheduler(CONFIG, cache) is known
 
 
+@pytest.mark.parametrize("differs", [0, 1])
+def test_the_scheduler_must_know_the_layers_of_each_group(differs: int) -> None:
+    """And of each pipeline stage: vLLM describes the first one only."""
+    cache = kv_cache(full(), full())
+    assert is_known_to_scheduler(CONFIG, cache)
+    assert not is_known_to_scheduler(engine_config(FOLDER, {}, parallel={"pipeline_parallel_size": 2}), cache)
+    specs = {"layer.8": full(), "layer.9": full(head_size=16)}
+    cache.kv_cache_groups[differs].kv_cache_spec = UniformTypeKVCacheSpecs(TOKENS, specs)
+    cache.kv_cache_groups[differs].layer_names[:] = specs
+    assert not is_known_to_scheduler(CONFIG, cache)
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_pipeline_stage_without_layers_of_a_group_knows_its_kind(empty: int) -> None:
+    """The stage needs the blocks of its own layers, and counts those of all groups."""
+    cache = kv_cache(full(), window(5))
+    cache.kv_cache_groups[empty].layer_names.clear()
+    geometry = resolve_geometry(CONFIG, cache)
+    assert [group.retained_tokens for group in geometry.groups] == [None, 4]
+    assert [bool(group.layers) for group in geometry.groups] == [empty == 1, empty == 0]
+    assert geometry.groups[empty].page_bytes == ()
+
+
 def test_a_state_has_the_bytes_of_its_tensors() -> None:
     """The padding, which makes pages of all groups equal, is not stored."""
     group = resolve_geometry(CONFIG, kv_cache(full(), state(padded=4096))).groups[1]
@@ -128,3 +151,5 @@ def test_a_model_without_kv_is_refused() -> None:
     empty.kv_cache_groups[0].layer_names.clear()
     with pytest.raises(Unsupported, match="a pipeline stage has no layers"):
         resolve_geometry(CONFIG, empty)
+    with pytest.raises(Unsupported, match="prefix caching is off"):
+        resolve_geometry(engine_config(FOLDER, {}, cache={"enable_prefix_caching": False}), kv_cache())

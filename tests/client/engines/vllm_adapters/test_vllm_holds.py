@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from unittest.mock import Mock
 
 import pytest
@@ -22,6 +23,7 @@ from kvtier.client import (
     KeyStatus,
     KVTierError,
     Namespace,
+    NotClaimedReason,
     NotConnected,
     PublishStatus,
     make_key,
@@ -116,15 +118,133 @@ def test_an_offer_that_was_withdrawn_is_not_pulled(monkeypatch: pytest.MonkeyPat
         scheduler.loads_reported(["r"], [])
 
 
+def hold_calls_of(own: HoldsClient, other: HoldsClient | None = None) -> tuple[HoldCalls, TransferCounters]:
+    """Returns the calls of an engine with its own server, and a listed server of another host."""
+    counters = TransferCounters()
+    peers: Any = Peers(own, [("unix:/ours", 0)], ["10.0.0.7:7070"], lambda _: other)  # type: ignore[arg-type, return-value]
+    return HoldCalls(peers, 60.0, RateLimitedLog(), counters), counters
+
+
+def handed_request() -> VllmRequest:
+    return VllmRequest(
+        make_request(6), RequestRegistration("r"), CacheGeometry((FULL,), 4, 4), may_load=True, may_save=True
+    )
+
+
+def lease_of(number: int) -> Any:
+    hold = HoldInfo(range(0), 24, HandoffDirection.PREFILL_TO_DECODE, 20.0)
+    return SimpleNamespace(id=number, keys=[], statuses=b"", hold=hold)
+
+
+@pytest.mark.parametrize(
+    ("answer", "host", "outcome"),
+    [
+        (lease_of(7), "unix:/ours", "granted"),
+        (lease_of(0), "unix:/ours", "empty"),
+        (HoldGone("gone"), "unix:/ours", "gone"),
+        (NotConnected("gone"), "unix:/ours", "unavailable"),
+        (None, "unix:/ours", "unavailable"),
+        (lease_of(7), "10.0.0.8", "peer_not_listed"),
+    ],
+)
+def test_each_outcome_of_a_claim_is_counted_once(answer: Any, host: str, outcome: str) -> None:
+    """A claim that is sent also counts its time. `answer` is None if the server is away."""
+    client = HoldsClient()
+    client.connected = answer is not None
+    client.claim = Mock(side_effect=[answer])  # type: ignore[method-assign]
+    client.report_not_claimed = Mock()  # type: ignore[attr-defined]
+    calls, counters = hold_calls_of(client)
+    remote = RemoteRequest("P", "p", host, 0)
+    sent = calls.start_claim(ClaimId(1), handed_request(), remote, [0], 1)
+    assert sent is (answer is not None and outcome != "peer_not_listed")
+    answers: list[Any] = []
+    wait_until(lambda: not sent or answers.extend(calls.answers()) or len(answers) == 1)
+    assert [(number, claimed is not None) for number, claimed, _ in answers] == (
+        [(1, outcome in ("granted", "empty"))] if sent else []
+    )
+    if outcome == "peer_not_listed":
+        wait_until(lambda: client.report_not_claimed.called)  # type: ignore[attr-defined]
+    calls.close()
+    stats = counters.take()
+    assert stats is not None
+    assert len(stats.data.pop("claim_seconds", [])) == int(sent)
+    assert stats.data == {f"claims:{outcome}": 1}
+    reported = [mock.call(HoldName("P", "p"), request_id="r", reason=NotClaimedReason.PEER_NOT_LISTED)] * (
+        outcome == "peer_not_listed"
+    )
+    assert client.report_not_claimed.mock_calls == reported  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("status", PublishStatus)
+def test_each_outcome_of_a_publication_is_counted(status: PublishStatus) -> None:
+    """A hold that the server did not take is published again at the end of the request."""
+    client = HoldsClient()
+    client.publish = Mock(return_value=SimpleNamespace(status=status))  # type: ignore[method-assign]
+    calls, counters = hold_calls_of(client)
+    publication: Any = SimpleNamespace(
+        request_id="r", keys=KEYS, positions=[1], num_tokens=24, direction="to", hold_for=9.0, refused=None
+    )
+    calls.publish(publication)
+    wait_until(lambda: publication.refused is not None)
+    calls.close()
+    client.publish.assert_called_once_with("r", KEYS, [1], num_tokens=24, direction="to", hold_for=9.0)
+    assert publication.refused is (status is not PublishStatus.PUBLISHED)
+    stats = counters.take()
+    assert stats is not None
+    assert stats.data == {f"publications:{status.name.lower()}": 1}
+
+
+def test_a_claim_that_was_dropped_in_the_queue_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine no longer waits for it. A claim at another server does not queue behind it."""
+    monkeypatch.setattr(hold_calls, "_CLAIM_THREADS", 1)
+    gate, other = threading.Event(), HoldsClient()
+    own = HoldsClient(before_claim=lambda: wait_until(gate.is_set))
+    other.wait_until_connected = Mock()  # type: ignore[attr-defined]
+    calls, _ = hold_calls_of(own, other)
+    for number, address in ((1, ("unix:/ours", 0)), (2, ("unix:/ours", 0)), (3, ("10.0.0.7", 7070))):
+        assert calls.start_claim(ClaimId(number), handed_request(), RemoteRequest("P", "p", *address), [0], 1)
+    calls.drop_claim(ClaimId(2))
+    answers: list[Any] = []
+    wait_until(lambda: answers.extend(calls.answers()) or len(answers) == 1)
+    assert [number for number, *_ in answers] == [3]
+    gate.set()
+    wait_until(lambda: answers.extend(calls.answers()) or len(answers) == 2)
+    for number in (1, 3):
+        calls.drop_claim(ClaimId(number))
+    calls.drop_claim(ClaimId(2))
+    wait_until(lambda: (own.released, other.released) == ([1001], [1001]))
+    calls.close()
+    assert len(own.claimed) == len(other.claimed) == 1
+    assert calls._open_claims == {}
+    assert other.wait_until_connected.call_count == 1  # type: ignore[attr-defined]
+
+
+def test_a_failure_of_an_old_client_says_nothing_of_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a change of weights the client of the old namespace is closed while claims wait."""
+    monkeypatch.setattr(background, "_CIRCUIT_OPEN_S", 600.0)
+    gate, new = threading.Event(), HoldsClient()
+
+    def fail() -> None:
+        wait_until(gate.is_set)
+        raise NotConnected("closed")
+
+    calls, _ = hold_calls_of(HoldsClient(before_claim=fail))
+    here = RemoteRequest("P", "p", "unix:/ours", 0)
+    assert calls.start_claim(ClaimId(1), handed_request(), here, [0], 1)
+    calls.use(Peers(new, [("unix:/ours", 0)]))  # type: ignore[arg-type]
+    gate.set()
+    wait_until(lambda: bool(calls.answers()))
+    assert calls.start_claim(ClaimId(2), handed_request(), here, [0], 1)
+    wait_until(lambda: bool(new.claimed))
+    calls.close()
+
+
 def test_only_the_own_server_knows_the_request_of_a_claim() -> None:
     """At a peer's server the name could be that of another engine's request."""
     own, other = HoldsClient(), HoldsClient()
     other.wait_until_connected = lambda _: None  # type: ignore[attr-defined]
-    peers = Peers(own, [("unix:/ours", 0)], ["10.0.0.7:7070"], lambda _: other)  # type: ignore[arg-type, return-value]
-    calls = HoldCalls(peers, 60.0, RateLimitedLog(), TransferCounters())
-    request = VllmRequest(
-        make_request(6), RequestRegistration("r"), CacheGeometry((FULL,), 4, 4), may_load=True, may_save=True
-    )
+    calls, _ = hold_calls_of(own, other)
+    request = handed_request()
     for number, address in ((1, ("unix:/ours", 0)), (2, ("10.0.0.7", 7070))):
         assert calls.start_claim(ClaimId(number), request, RemoteRequest("P", "p", *address), [3], 2)
     answers: list[Any] = []

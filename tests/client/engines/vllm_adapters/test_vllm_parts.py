@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +17,14 @@ from harness.polling import stays, wait_until
 from kvtier.client import NotConnected, make_key
 from kvtier.client.engines.failures import Unsupported
 from kvtier.client.engines.vllm import background
-from kvtier.client.engines.vllm.background import RateLimitedLog
+from kvtier.client.engines.vllm.background import BackgroundThreads, RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.layout import build_layouts
 from kvtier.client.engines.vllm.request_settings import RequestSettings
 from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService, LookupState
 from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmRequest
 from kvtier.client.engines.vllm.worker.copies import make_copier
+from kvtier.client.engines.vllm_tier.config import ManagerConfig
 from kvtier.client.handoff import HandoffOptions
 from kvtier.client.offload import CacheGeometry, CacheGroup
 
@@ -173,6 +175,58 @@ def test_a_wrong_setting_stops_the_start(extra: dict[str, Any]) -> None:
     """Invalid values raise at start."""
     with pytest.raises(ValueError, match="kvtier: "):
         ConnectorConfig.parse(extra, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("lookup_timeout_s", 0.0, 60.0),
+        ("max_held_fraction", 0.01, 1.0),
+        ("kv_parts", 0, 64),
+        ("kv_recompute_threshold", 0, 1 << 31),
+        ("kv_lease_duration", 15.0, 86400.0),
+        ("decoder_kv_blocks_ttl", 10.0, 86400.0),
+        ("claim_timeout_s", 0.0, 60.0),
+    ],
+)
+def test_the_limits_of_numbers(name: str, low: float, high: float) -> None:
+    """Both limits are accepted, and no value beyond them or of another type."""
+    step = 1 if isinstance(low, int) else 0.001
+    for right in (low, high):
+        assert getattr(ConnectorConfig.parse({name: right}, pytest.fail), name) == right
+    for wrong in (low - step, high + step, True, None, str(high), float("nan")):
+        with pytest.raises(ValueError, match=f"kvtier: {name} must be"):
+            ConnectorConfig.parse({name: wrong}, pytest.fail)
+
+
+@pytest.mark.parametrize("config", [ConnectorConfig, ManagerConfig])
+def test_the_types_of_settings(config: type[ConnectorConfig | ManagerConfig]) -> None:
+    """Each text and each flag of a connector and of a tier refuses a value of another type."""
+    names = [each.name for each in fields(config) if isinstance(each.default, bool | str) or each.default is None]
+    assert len(names) > 8
+    for name in names:
+        for wrong in (1, ["text"]):
+            with pytest.raises(ValueError, match=f"kvtier: {name}"):
+                config.parse({name: wrong}, pytest.fail)
+
+
+def test_each_thread_begins_with_its_first_call_and_ends_after_its_jobs() -> None:
+    """A job that raises ends no thread. `close` waits for the jobs that are queued."""
+    begun, ended, log = [], [], RateLimitedLog()
+    threads = BackgroundThreads("test", log, threads=3, on_start=lambda: begun.append(threading.get_ident()))
+    barrier = threading.Barrier(3, timeout=60)
+
+    def work() -> None:
+        barrier.wait()
+        ended.append(threading.get_ident())
+        raise ValueError("a defect")
+
+    for _ in range(6):
+        threads.submit(work)
+    threads.close(60.0)
+    assert len(begun) == 3
+    assert sorted(ended) == sorted(begun * 2)
+    assert not any(thread.is_alive() for thread in threads._threads)
 
 
 def test_defaults_of_settings() -> None:

@@ -27,6 +27,7 @@ from harness.polling import wait_until
 from kvtier.client import KVTierError, NotConnected, make_key
 from kvtier.client.engines.vllm import KVTierConnector, background
 from kvtier.client.engines.vllm.background import RateLimitedLog
+from kvtier.client.engines.vllm.request_settings import RequestSettings
 from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService
 from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration
 from kvtier.client.engines.vllm.stats import METRICS, ConnectorStats, TransferCounters
@@ -174,6 +175,24 @@ def test_lookups_are_counted_by_how_they_end(found: int, before: Callable[[], No
     service = LookupService(client, CacheGeometry((FULL,), 4, 4), 60.0, RateLimitedLog(), counters)  # type: ignore[arg-type]
     lookup = start_lookup(service, RequestRegistration("r"), {0: [key[:32] for key in KEYS]}, 16)
     assert lookup is not None
+    wait_until(lambda: bool(list(service.answers())))
+    service.close()
+    counted = _drain(counters)
+    assert len(counted.pop("lookup_seconds")) == 1
+    assert counted == {f"lookups:{outcome}": 1}
+
+
+@pytest.mark.parametrize(
+    ("found", "least", "start", "outcome"),
+    [(4, 12, 0, "hit"), (4, 16, 0, "miss"), (3, 8, 0, "partial"), (4, 8, 4, "hit"), (4, 12, 4, "miss")],
+)
+def test_outcomes_with_a_draft_model(found: int, least: int, start: int, outcome: str) -> None:
+    """The last block is never part of a hit. A hit below the minimum of a request is a miss."""
+    counters, client = TransferCounters(), FakeClient(set(KEYS[:found]))
+    geometry = CacheGeometry((FULL,), 4, 4, drop_last_block=True)
+    service = LookupService(client, geometry, 60.0, RateLimitedLog(), counters)  # type: ignore[arg-type]
+    registration = RequestRegistration("r", settings=RequestSettings(min_hit_tokens=least))
+    start_lookup(service, registration, {0: [key[:32] for key in KEYS]}, 16, start=start)
     wait_until(lambda: bool(list(service.answers())))
     service.close()
     counted = _drain(counters)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from connector_fakes import FULL, PAGE, FakeTransfers, close_when_idle, make_caches
+from connector_fakes import FULL, PAGE, WINDOW, FakeTransfers, close_when_idle, make_caches
 from handoff_engine import BLOCK, TOKEN_BYTES, ToyEngine, kv_of
 from harness.polling import wait_until
 from harness.recorded_calls import record_calls
@@ -22,6 +23,7 @@ from kvtier.client import NotConnected, StoreStatus
 from kvtier.client.engines.vllm import background
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.peers import OWN, Peers
+from kvtier.client.engines.vllm.stats import TransferCounters
 from kvtier.client.engines.vllm.step_metadata import StepMetadata
 from kvtier.client.engines.vllm.worker import worker as worker_module
 from kvtier.client.engines.vllm.worker.reports import SAVE_WITHIN_S, WorkerReport, WorkerReports
@@ -77,6 +79,77 @@ def test_a_load_reads_from_all_of_its_leases() -> None:
     assert client.slots == ["slots of 1", None]
     filled = [block for block in range(8) if (caches["a"].view(8, PAGE)[block] == 9).all()]
     assert filled == [2, 3, 5]
+
+
+class Shelf(FakeTransfers):
+    """A server of blocks by key: each part lies at an odd place, and it has some keys already."""
+
+    def __init__(self, had: set[bytes], items: list[bytes]) -> None:
+        super().__init__(max_keys=4)
+        self.had, self.items = had, items
+        self.parts: dict[bytes, bytes] = {}
+
+    @contextlib.contextmanager
+    def write(self, keys: Sequence[bytes], *, request_id: str) -> Iterator[Any]:
+        wanted = [index for index, key in enumerate(keys) if key not in self.had]
+        offsets = [2 * PAGE * (3 - number) + 8 for number in range(len(wanted))]
+        statuses = bytes(StoreStatus.PRESENT if key in self.had else StoreStatus.GRANTED for key in keys)
+        self.written.append(list(keys))
+        yield SimpleNamespace(memory=self.memory, wanted=wanted, offsets=offsets, statuses=statuses)
+        for index, offset in zip(wanted, offsets, strict=True):
+            self.parts[keys[index]] = bytes(self.memory[offset : offset + 2 * PAGE])
+
+    @contextlib.contextmanager
+    def read(self, lease_id: int, items: Sequence[int]) -> Iterator[Any]:
+        offsets = [2 * PAGE * (3 - number) + 8 for number in range(len(items))]
+        for item, offset in zip(items, offsets, strict=True):
+            self.memory[offset : offset + 2 * PAGE] = self.parts[self.items[item]]
+        yield SimpleNamespace(memory=self.memory, offsets=offsets)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_block_of_mixed_groups_gets_its_own_bytes(seed: int) -> None:
+    """Blocks of two groups in any order, in several batches, of which the server has some."""
+    order = random.Random(seed)
+    blocks = [(group, block) for group in (0, 1) for block in range(2, 8)]
+    order.shuffle(blocks)
+    keys = [bytes([group, block]) for group, block in blocks]
+    had = set(order.sample(keys, 4))
+    client, caches, reports, counters = (
+        Shelf(had, order.sample(keys, 12)),
+        make_caches(16),
+        WorkerReports(),
+        TransferCounters(),
+    )
+    worker = WorkerSide(
+        lambda *_: client,  # type: ignore[arg-type,return-value]
+        [FULL, WINDOW],
+        "ns",
+        16,
+        reports,
+        RateLimitedLog(),
+        counters,
+    )
+    worker.register(caches)
+
+    def bytes_of(group: int, block: int) -> bytes:
+        return b"".join(caches[name].view(16, PAGE)[block].numpy().tobytes() for name in ("ab", "cd")[group])
+
+    expected = {key: bytes_of(*place) for key, place in zip(keys, blocks, strict=True)}
+    job = SaveJob(1, "r", keys, [group for group, _ in blocks], [block for _, block in blocks])
+    worker.start_saves(StepMetadata([], [job], "ns"))
+    assert wait_until(reports.take_report) == WorkerReport({1: 1})
+    assert client.written == [keys[first : first + 4] for first in range(0, 12, 4)]
+    assert client.parts == {key: part for key, part in expected.items() if key not in had}
+    places = [(key, client.items.index(key), key[0], key[1] + 8) for key in keys if key not in had]
+    read = BlockRead(1, *([place[column] for place in places] for column in (1, 2, 3)))
+    worker.start_loads(StepMetadata([LoadJob("r", [read])], [], "ns"))
+    wait_until(lambda: reports.take_results(idle=True).finished_recving == {"r"})
+    close_when_idle(worker)
+    assert {key: bytes_of(group, block) for key, _, group, block in places} == client.parts
+    stats = counters.take()
+    assert stats is not None
+    assert [stats.data[name] for name in ("save_bytes", "load_bytes")] == [8 * 2 * PAGE] * 2
 
 
 @pytest.mark.parametrize(("last", "failed"), [([BlockRead(1, [0], [0], [2])], False), ([], True)])
