@@ -47,11 +47,16 @@ class OverduePins:
         """What may pin any of the blocks, and was not examined."""
 
     def begin(self, blocks: Iterable[Block]) -> bool:
-        """Begins to end the pins of blocks, unless it runs; returns whether `end_slice` must follow."""
-        if not self._left:
-            self._blocks = frozenset(blocks)
-            if self._blocks:
-                self._left = [*self._leases, *self._stores, *self._handoffs.all()]
+        """Begins to end the pins of blocks; returns whether `end_slice` must follow.
+
+        While it runs, it goes on with those of its blocks that are still overdue.
+        """
+        runs, now = bool(self._left), frozenset(blocks)
+        self._blocks = self._blocks & now if runs else now
+        if not self._blocks:
+            self._left = []
+        elif not runs:
+            self._left = [*self._leases, *self._stores, *self._handoffs.all()]
         return self.end_slice()
 
     def end_slice(self) -> bool:

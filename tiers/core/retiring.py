@@ -73,7 +73,7 @@ class RetiringExtents:
         """The share and size class that each tenant lacks an extent for."""
         self._in_vain: set[bytes] = set()
         """Tenants for which no extent was found since the last tick."""
-        self._left: list[Block] = []
+        self._left: dict[Block, None] = {}
         """Blocks of the latest retiring extent, which are evicted in slices."""
         self._now = 0.0
 
@@ -100,7 +100,7 @@ class RetiringExtents:
         """Evicts blocks of a retiring extent, or lets one retire; returns whether work is left."""
         if not self._left and self._wanted:
             self._begin(*self._wanted.popitem())
-        blocks, self._left = self._left[-SLICE:], self._left[:-SLICE]
+        blocks = [self._left.popitem()[0] for _ in range(min(SLICE, len(self._left)))]
         self._clear([block for block in blocks if self._is_in_one(block)])
         return self.has_work
 
@@ -111,11 +111,11 @@ class RetiringExtents:
         elif self._may_begin(tenant):
             self._all[extent] = _Retirement(extent, wanted[1], tenant, self._now)
             self._memory.retire(extent, wanted[1])
-            self._left = self._blocks_in(extent)
+            self._left = dict.fromkeys(self._blocks_in(extent))
 
     def unpinned(self, blocks: Iterable[Block]) -> None:
         """Called after pins of blocks have ended: writes and loads of these blocks may have, too."""
-        self._clear([block for block in blocks if self._is_in_one(block)])
+        self._clear([block for block in blocks if block not in self._left and self._is_in_one(block)])
 
     def tick(self, now: float) -> list[Block]:
         """Ends retirements; returns the blocks whose pins must be ended."""

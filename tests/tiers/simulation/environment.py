@@ -49,6 +49,7 @@ class Environment:
             self.lose_a_block: 0.3,
             self.add_memory: 1,
             self.tick: 1.5,
+            self.outlast_pins: 8,
             self.stop_clock: 0.4,
             self.jump_forward: 0.15,
             self.jump_back: 0.25,
@@ -250,6 +251,11 @@ class Environment:
     def tick(self) -> None:
         """Advances the time."""
         self._tick(self.rng.choice((0.5, 2, 40)))
+
+    def outlast_pins(self) -> None:
+        """Advances the time until the pins of a retiring extent must end."""
+        if self.world.core_view.retiring:
+            self._tick(inside.GRACE_SECONDS)
 
     def stop_clock(self) -> None:
         """Advances the time while the clock stands."""

@@ -32,10 +32,7 @@ def check_held(world: World) -> None:
 
 def _check_items(world: World, record: HoldRecord) -> None:
     hold = record.hold
-    given_up = [item for item, at in record.at.items() if hold.items[item] is None and at[0] in world.overdue]
-    world.saw("holds that gave up pinned blocks", bool(given_up))
-    for item in given_up:
-        del record.at[item]
+    _forget_given_up(world, record)
     for item, block in enumerate(hold.items):
         before = record.at.get(item)
         if before is not None and (block is not before[0] or not block.ready or tuple(block.slots) != before[1]):
@@ -64,6 +61,15 @@ def _check_items(world: World, record: HoldRecord) -> None:
         raise Violation(Invariant.HELD, f"{record.told_at} blocks of {hold.name} are settled, and no claim was told")
     if is_told:
         record.told_at = None
+
+
+def _forget_given_up(world: World, record: HoldRecord) -> None:
+    """Forgets blocks that the hold has given up, because they pinned an extent for too long."""
+    items = record.hold.items
+    given_up = [item for item, at in record.at.items() if items[item] is None and at[0] in world.overdue]
+    world.saw("holds that gave up pinned blocks", bool(given_up))
+    for item in given_up:
+        del record.at[item]
 
 
 def _check_bytes(world: World) -> None:

@@ -41,7 +41,7 @@ RULES = (DEFAULT_RULES, DEFAULT_RULES, (), (Rule(OffloadPolicy.REQUEST_LEVEL, "a
 CONTINUED = 0.6
 """Part of the events that continue a call, while there is one that need not wait."""
 
-TICKS = ("tick", "stop_clock", "jump_forward", "jump_back")
+TICKS = ("tick", "outlast_pins", "stop_clock", "jump_forward", "jump_back")
 """Events in which the core learns the time."""
 
 MAX_WORK = 5000
