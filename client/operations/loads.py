@@ -78,7 +78,7 @@ class LoadOperations(LookupOperations, Base):
     def _known(
         self, session: ClientSession, lease: LookupResult | int, items: Sequence[int], slots: LeaseSlots | None
     ) -> tuple[list[int], list[int]] | None:
-        """Returns offsets and sizes of `items` that the lookup named; None if they are not known."""
+        """Returns offsets and sizes of `items`; None if the lookup did not name all of them."""
         ranks, is_own = self._namespace.world_size, False
         if isinstance(lease, LookupResult):
             slots, is_own = lease.slots, lease.session is session
