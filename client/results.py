@@ -18,7 +18,6 @@ from ..protos.values import (
     StoreStatus,
     TierFilter,
 )
-from ..protos.wire.packed_keys import offset_table
 from .session.session import ClientSession
 
 __all__ = [
@@ -173,23 +172,6 @@ class LeaseSlots:
     epoch: int
     groups: bytes
     offsets: bytes
-
-    def of(
-        self, items: Sequence[int], rank: int, ranks: int, part_bytes: Sequence[int]
-    ) -> tuple[list[int], list[int]] | None:
-        """Returns offsets and sizes of one rank's parts of `items`; None if they are not known.
-
-        `ranks`: number of ranks of which `offsets` must be. `part_bytes`: sizes by group.
-        """
-        groups, table = self.groups, offset_table(self.offsets)
-        if len(table) != ranks * len(groups):
-            return None
-        try:
-            if min(items, default=0) < 0:
-                return None
-            return [table[ranks * item + rank] for item in items], [part_bytes[groups[item]] for item in items]
-        except (IndexError, TypeError):
-            return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class PrefixHit:
 
     ``items[group.index][position]``: (lease id, index in the lease) of each stored block.
     ``sources[position]``: the tier that had the block of ``CacheGeometry.leading_group``.
-    ``slots[lease id]``: what workers need to read the lease's blocks without a call before the copy.
+    ``slots[lease id]``: what workers need to read the lease's blocks with no call before the copy.
     """
 
     hit_tokens: int

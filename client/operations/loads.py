@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...cuda.host.copy import HostBuffer, address_of, copy_batch
 from ...protos.v1 import cache_pb2, transfer_pb2
-from ...protos.wire.packed_keys import unpack_offsets
+from ...protos.wire.packed_keys import offset_table, unpack_offsets
 from ..effects import Connect, Copy, Operation, Pull
 from ..errors import KVTierError, LeaseLost, NotConnected, ServerError, error_for
 from ..part_streams import ATTEMPTS, PartReceiver, is_retryable
@@ -78,7 +78,7 @@ class LoadOperations(LookupOperations, Base):
     def _known(
         self, session: ClientSession, lease: LookupResult | int, items: Sequence[int], slots: LeaseSlots | None
     ) -> tuple[list[int], list[int]] | None:
-        """Returns offsets and sizes of `items` that the lookup named; None if they are not known."""
+        """Returns offsets and sizes of `items`; None if the lookup did not name all of them."""
         ranks, is_own = self._namespace.world_size, False
         if isinstance(lease, LookupResult):
             slots, is_own = lease.slots, lease.session is session
@@ -92,7 +92,16 @@ class LoadOperations(LookupOperations, Base):
             rank = self._rank or 0
         else:
             return None
-        return slots.of(items, rank, ranks, [group.part_bytes for group in self._namespace.groups])
+        groups, table = slots.groups, offset_table(slots.offsets)
+        part_bytes = [group.part_bytes for group in self._namespace.groups]
+        if len(table) != ranks * len(groups):
+            return None
+        try:
+            if min(items, default=0) < 0:
+                return None
+            return [table[ranks * item + rank] for item in items], [part_bytes[groups[item]] for item in items]
+        except (IndexError, TypeError):
+            return None
 
     def end_read(
         self, session: ClientSession, lease_id: int, *, release: bool = False, copied_bytes: int = 0

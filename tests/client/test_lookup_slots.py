@@ -1,4 +1,4 @@
-"""Slots in the answer of a lookup: a scheduler looks up, and its workers copy without PrepareLoad."""
+"""Slots of a lookup: a scheduler looks up, and its workers copy without PrepareLoad."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_load_takes_two_calls(engine: Engine) -> None:
 
 
 def test_a_worker_reads_its_own_lookup_without_a_further_call(engine: Engine) -> None:
-    """Only the slots of its own rank are in the answer. A worker of another rank asks the server."""
+    """The answer has only the slots of its own rank. A worker of another rank asks the server."""
     with engine.workers[1].lookup(KEYS, slots=True) as lease:
         assert len(slots_of(lease).offsets) == 8 * len(KEYS)
         assert engine.read(1, lease, [2, 3]) == READ
