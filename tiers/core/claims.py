@@ -85,8 +85,14 @@ class ClaimHandler:
     def _abandon(self, claim: HoldClaim) -> None:
         """Ends a claim whose engine gets no answer, and its lease."""
         lease, claim.lease = claim.lease, None
-        if lease is not None and self._lookups.leases.is_open(lease):
-            self._lookups.end([lease])
+        if lease is not None:
+            claim.hold.claims -= 1
+            stats = self._stats[claim.hold.direction]
+            stats.claimed -= 1
+            stats.claimed_bytes -= sum(block.nbytes for block in lease.items if block is not None)
+            if self._lookups.leases.is_open(lease):
+                self._lookups.end([lease])
+        self._log.abandoned(claim)
         self._finish(claim)
 
     def not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:

@@ -8,7 +8,7 @@ conversation uses. Actions on a list of keys have no such exceptions.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..base import NamespaceId
@@ -83,12 +83,14 @@ class ConversationTask:
     Attributes:
         targets: the keys of each namespace, and their conversation; None for a list of keys.
         until: end of the retention, in seconds of the core's clock.
+        pinned: per namespace, the keys that a PIN has pinned so far.
     """
 
     action: BlockAction
     targets: Sequence[tuple[NamespaceId, Sequence[bytes], Conversation | None]]
     until: float = 0.0
     counts: ActionCounts = field(default_factory=ActionCounts)
+    pinned: list[tuple[NamespaceId, Sequence[bytes], Conversation | None]] = field(default_factory=list)
 
     @property
     def conversations(self) -> list[Conversation]:
@@ -96,8 +98,12 @@ class ConversationTask:
 
 
 class ConversationTasks:
-    def __init__(self, cpu_tier: CpuTier, transfers: TransferScheduler) -> None:
+    def __init__(
+        self, cpu_tier: CpuTier, transfers: TransferScheduler, perform: Callable[[Operation[ActionCounts]], None]
+    ) -> None:
+        """`perform` performs an operation that no call waits for."""
         self.table = ConversationTable()
+        self._perform = perform
         self._cpu_tier = cpu_tier
         self._transfers = transfers
 
@@ -111,7 +117,8 @@ class ConversationTasks:
         """Acts on the blocks of conversations. Blocks of later requests are retained, too.
 
         Of pinned conversations only RETAIN, PIN and UNPIN change blocks. If the operation ends
-        early, the blocks of the earlier slices stay changed. `seconds`: retention by RETAIN. Raises
+        early, the blocks of the earlier slices stay changed, but those that a PIN has pinned are
+        unpinned, because no record would show them. `seconds`: retention by RETAIN. Raises
         RetentionFull, before any change, if the blocks to retain exceed the budget.
         """
         acts_on_pinned = action in _RETAINING or action is BlockAction.UNPIN
@@ -144,7 +151,12 @@ class ConversationTasks:
             BlockAction.DEMOTE: self._demote,
             BlockAction.DELETE: self._delete,
         }
-        yield from run[task.action](task)
+        try:
+            yield from run[task.action](task)
+        except BaseException:
+            if task.pinned:
+                self._perform(self._run(ConversationTask(BlockAction.UNPIN, task.pinned)))
+            raise
         for conversation in task.conversations if task.action is BlockAction.PIN else ():
             conversation.pinned = conversation.is_open
         return task.counts
@@ -170,9 +182,15 @@ class ConversationTasks:
 
     def _retain(self, task: ConversationTask) -> Operation[None]:
         yield from self._check_budget(task)
+        pins = task.action is BlockAction.PIN
         for conversation in task.conversations:
+            if pins and not conversation.pinned:
+                task.pinned.append((conversation.namespace.id, (), conversation))
             conversation.retain_until = max(conversation.retain_until, task.until)
-        for namespace, keys, _ in _slices(task, SLICE):
+        for namespace, keys, owner in _slices(task, SLICE):
+            if pins and (owner is None or not owner.pinned):
+                new = [key for key in keys if not self._is_pinned(namespace, key)]
+                task.pinned.append((namespace, new, owner))
             in_cpu = [block for key in keys if (block := self._block(namespace, key)) is not None]
             excess = set(self._cpu_tier.retain(in_cpu, task.until))
             self._transfers.retain(in_cpu)

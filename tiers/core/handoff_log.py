@@ -15,6 +15,7 @@ from ..stats.request_log import (
     RequestLog,
     limit_runs,
     outcome_runs,
+    without_hits,
 )
 from ..types import HandoffDirection, HoldName, KeyStatus, MissReason, Owner, PublishStatus
 from .holds import Hold, HoldClaim
@@ -61,6 +62,14 @@ class HandoffLog:
         else:
             record.extend(runs, first)
             record.claim = replace(record.claim, unwanted=record.claim.unwanted + unwanted)
+
+    def abandoned(self, claim: HoldClaim) -> None:
+        """Takes back the hits of a claim whose engine gets no answer."""
+        record = claim.record
+        if record is not None:
+            claim.hold.record.claims -= 1
+            claim.hold.record.hits -= claim.statuses.count(KeyStatus.HIT)
+            record.found = without_hits(record.found, MissReason.PENDING)
 
     def not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:
         record = LookupRecord(now, (), claim=ClaimRecord(name[1], name[2], outcome))

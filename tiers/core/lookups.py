@@ -123,6 +123,8 @@ class LookupHandler:
             while self._is_wanted(lookup, now) and self._next_slice(lookup, now):
                 now = (yield from self.room.wait(lookup, now)) if lookup.lacks_room else (yield None)
         except BaseException:
+            if lookup.lease is not None:  # no client gets its hits
+                self.take_back_hits(lookup.lease, MissReason.PENDING, lookup)
             self.abandon(lookup)
             raise
         finally:

@@ -121,12 +121,14 @@ class CoreParts:
     def _create_handlers(self, settings: TierSettings, tiers: Sequence[SecondaryTier], new_ids: Iterator[int]) -> None:
         """Creates the event handlers. A handler refers only to handlers created before it."""
         self._requests = RequestTable(tiers=tiers, on_end=self._request_ended)
-        conversations = self._conversations = ConversationTasks(self._cpu_tier, self._transfers)
+        self._sliced_work = IncrementalWork(cpu_tier=self._cpu_tier, transfers=self._transfers, commands=self._commands)
+        conversations = self._conversations = ConversationTasks(
+            self._cpu_tier, self._transfers, self._sliced_work.perform
+        )
         self.act_on_conversations, self.act_on_keys = conversations.act, conversations.act_on_keys
         self.use_of_conversation = conversations.use_of
         self.conversations_named, self.page_of_conversations = conversations.table.named, conversations.table.page
         self.count_conversations, self.prompts = conversations.table.count_of, conversations.table.prompts
-        self._sliced_work = IncrementalWork(cpu_tier=self._cpu_tier, transfers=self._transfers, commands=self._commands)
         self._lookups = LookupHandler(
             cpu_tier=self._cpu_tier,
             transfers=self._transfers,

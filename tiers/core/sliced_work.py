@@ -1,4 +1,4 @@
-"""Incremental work: runs unpins, resets and expiry in slices, to keep the event loop free.
+"""Incremental work: runs unpins, resets, expiry and undone actions in slices, to keep the event loop free.
 
 A slice that leaves work behind requests the next one with a `ContinueWork` command. At most one
 such command is outstanding.
@@ -6,13 +6,17 @@ such command is outstanding.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from ..types import tenant_of
 from .block import Block
 from .commands import Command, ContinueWork
 from .cpu_tier import CpuTier
+from .operations import Operation
 from .transfers import TransferScheduler
 
 __all__ = ["IncrementalWork", "UnpinQueue"]
@@ -35,13 +39,17 @@ class _Entry:
 class UnpinQueue:
     """Blocks that ended leases and stores, or ended holds, leave pinned.
 
-    The latest entry is first, so that a call pays for its own pins, not for those of others.
+    A call pays for pins of its own tenant: the latest entry of the tenant is first. The tenants
+    take turns in the other slices.
     """
 
     def __init__(self, continue_if: Callable[[bool], None]) -> None:
         """`continue_if`: if its argument is True, `unpin_slice` is called later."""
         self._continue_if = continue_if
-        self._entries: list[_Entry] = []
+        self._entries: dict[bytes, list[_Entry]] = {}
+        """Per tenant, the next one first."""
+        self._latest: bytes | None = None
+        """Tenant of the latest entry."""
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -51,28 +59,48 @@ class UnpinQueue:
 
         `cost`: of each block.
         """
-        if blocks:
-            self._entries.append(_Entry(remove, blocks, len(blocks), cost))
+        first = next((block for block in blocks if block is not None), None)
+        if first is not None:
+            self._latest = tenant_of(first.namespace)
+            self._entries.setdefault(self._latest, []).append(_Entry(remove, blocks, len(blocks), cost))
 
     def start(self) -> None:
-        """Removes a slice of the pins now, and the others later."""
-        self._continue_if(self.unpin_slice())
+        """Removes a slice of the pins of the latest entry's tenant now, and the others later."""
+        self._continue_if(self._unpin(self._latest))
 
     def unpin_slice(self) -> bool:
         """Removes a slice of the pins; returns whether pins are left."""
+        return self._unpin(None)
+
+    def entries(self) -> list[_Entry]:
+        return [entry for own in self._entries.values() for entry in own]
+
+    def _unpin(self, tenant: bytes | None) -> bool:
+        """Removes a slice of the pins, of this tenant first."""
         room = SLICE
         while self._entries and room > 0:
-            entry = self._entries[-1]
+            if tenant is None or tenant not in self._entries:
+                tenant = next(iter(self._entries))
+            own = self._entries[tenant] = self._entries.pop(tenant)  # behind the others
+            room = self._unpin_of(own, room)
+            if not own and self._entries.get(tenant) is own:
+                del self._entries[tenant]
+        return bool(self._entries)
+
+    def _unpin_of(self, entries: list[_Entry], room: int) -> int:
+        """Removes pins of a tenant; returns the cost that is left of the slice."""
+        while entries and room > 0:
+            entry = entries[-1]
             end, entry.left = entry.left, max(0, entry.left - max(1, room // entry.cost))
             if not entry.left:
-                self._entries.pop()
+                entries.pop()
             room -= _ENTRY_COST + entry.cost * (end - entry.left)
             entry.remove([block for block in entry.blocks[entry.left : end] if block is not None])
-        return bool(self._entries)
+        return room
 
 
 class IncrementalWork:
-    """Unfinished resets, unpins and expiries."""
+    """Unfinished resets, unpins, expiries and undone actions."""
 
     def __init__(
         self,
@@ -88,6 +116,7 @@ class IncrementalWork:
         """Those of ended holds. A publication that lacks room waits only for these."""
         self.overdue_pins: Callable[[], bool] = bool
         """Ends a slice of the pins in retiring extents; returns whether any may be left."""
+        self._operations: list[Operation[Any]] = []
         self._commands = commands
         self._continue_requested = False
 
@@ -95,6 +124,19 @@ class IncrementalWork:
         if more and not self._continue_requested:
             self._continue_requested = True
             self._commands.append(ContinueWork())
+
+    def perform(self, operation: Operation[Any]) -> None:
+        """Performs an operation that no call waits for, and that waits for nothing."""
+        self._operations.append(operation)
+        self.continue_if(True)
+
+    def _operation_slice(self) -> bool:
+        if self._operations:
+            operation = self._operations.pop(0)
+            with contextlib.suppress(StopIteration):
+                next(operation)
+                self._operations.append(operation)
+        return bool(self._operations)
 
     def work(self, now: float) -> None:
         """Runs the next slice of every operation. Called once for each `ContinueWork`.
@@ -110,6 +152,7 @@ class IncrementalWork:
             self.unpins.unpin_slice,
             self.hold_unpins.unpin_slice,
             self.overdue_pins,
+            self._operation_slice,
             partial(self._drop_expired, now),
         )
         errors: list[Exception] = []

@@ -88,13 +88,18 @@ def test_slices_claim_the_same_blocks(most: int, first: list[int]) -> None:
 def test_an_abandoned_claim_leaves_nothing(slices: int) -> None:
     """The client disconnects between two slices."""
     rig = new_rig()
-    before = pins(rig)
+    before, stats = pins(rig), rig.stats()
     claim = begin(rig)
+    hold = claim.state.hold
     for _ in range(slices):
         claim.step()
     claim.operation.close()
     assert pins(rig) == before
     assert not rig.core.leases()
+    assert rig.stats() == stats, "no block was claimed"
+    assert (hold.claims, hold.record.claims, hold.record.hits) == (0, 0, 0)
+    if slices > 1:
+        assert not any(run.outcome == 0 for run in record(rig).outcomes()), "no hits were delivered"
 
 
 def release_hold(rig: HoldRig) -> None:

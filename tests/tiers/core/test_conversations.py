@@ -8,7 +8,9 @@ from simulation import EXTENT, ModelTier
 from tenants import PAGE, Rig, keys, spec, tenant
 
 from kvtier.tiers.base import RequestInfo
+from kvtier.tiers.core import conversation_tasks
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
+from kvtier.tiers.core.commands import ContinueWork
 from kvtier.tiers.core.conversation_tasks import ActionCounts, BlockAction, TierUse
 from kvtier.tiers.core.conversations import Conversation, ConversationTable
 from kvtier.tiers.core.operations import Operation
@@ -316,3 +318,43 @@ def test_the_longer_one_of_two_retentions_applies(own: float) -> None:
     options = LookupSpec(request_id="r", retain_for=own, lease_seconds=60)
     steps = Steps(rig.core.lookup(session, keys(range(4)), options, now=0), "lookup")
     assert steps.state.retain_until == max(own, 900.0)
+
+
+@pytest.mark.parametrize("steps", range(6))
+@pytest.mark.parametrize("was_pinned", [False, True])
+def test_a_cancelled_pin_leaves_no_pinned_block(
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    was_pinned: bool,  # noqa: FBT001
+) -> None:
+    """Blocks that were pinned before stay so. Later requests do not retain their blocks."""
+    monkeypatch.setattr(conversation_tasks, "SLICE", 4)
+    rig = disk_rig()
+    conversation = store(rig, "chat", range(12))
+    if was_pinned:
+        work(rig, rig.core.act_on_conversations(BlockAction.PIN, [conversation]))
+    pin = Steps(rig.core.act_on_conversations(BlockAction.PIN, [conversation]))
+    for _ in range(steps):
+        assert pin.step()
+    pin.operation.close()
+    while ContinueWork() in rig.core.take_commands():
+        rig.core.work()
+    retained = [tier.retained for tier in run_to_end(rig.core.use_of_conversation(conversation))]
+    assert retained == ([12, 12] if was_pinned else [0, 0])
+    assert (conversation.pinned, conversation.retain_until > 0) == (was_pinned, was_pinned)
+
+
+def test_a_cancelled_pin_of_keys_unpins_only_what_it_has_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation_tasks, "SLICE", 4)
+    rig = disk_rig()
+    conversation = store(rig, "chat", range(12))
+    names, namespace = keys(range(12)), spec("alice").id
+    work(rig, rig.core.act_on_keys(BlockAction.PIN, [(namespace, names[:2])]))
+    pin = Steps(rig.core.act_on_keys(BlockAction.PIN, [(namespace, names)]))
+    for _ in range(6):
+        assert pin.step()
+    assert run_to_end(rig.core.use_of_conversation(conversation))[0].retained > 2
+    pin.operation.close()
+    while ContinueWork() in rig.core.take_commands():
+        rig.core.work()
+    assert [tier.retained for tier in run_to_end(rig.core.use_of_conversation(conversation))] == [2, 2]

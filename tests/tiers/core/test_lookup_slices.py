@@ -160,13 +160,16 @@ def test_the_head_of_a_sliced_lookup_is_evicted_last() -> None:
 
 def test_an_abandoned_lookup_leaves_no_pin() -> None:
     rig = mixed_rig()
-    lookup = begin(rig, keys(*range(10, 30)), 15, prefix=False)
+    lookup = begin(rig, keys(*range(10, 30)), 15, prefix=False, request_id="r")
     assert step(lookup)
     assert len(rig.core.leases()) == 1
     lookup.operation.close()
     assert not rig.core.leases()
     assert not rig.core._lookups.leases.awaited(list(rig.core._cpu_tier._index))
     assert sum(block.pins for block in rig.core._cpu_tier._index if block.ready) == 0
+    assert [tier.hits for tier in rig.core.stats().tiers] == [0, 0], "no hits were delivered"
+    [record] = rig.core.explain("r")
+    assert all(isinstance(run.outcome, MissReason) for run in record.lookups[-1].outcomes())
 
 
 @pytest.mark.parametrize("slices", [1, 2, 3])

@@ -9,6 +9,7 @@ from simulation import EXTENT
 
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core import cpu_tier, sliced_work
+from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import ContinueWork
 from kvtier.tiers.core.manager import TierManager
@@ -162,7 +163,7 @@ def test_a_failed_slice_does_not_stop_others(monkeypatch: pytest.MonkeyPatch) ->
     rig.core.close_session(rig.session.id)
     rig.session = other
     rig.core.reset(rig.session)
-    falling = rig.core._sliced_work.unpins._entries
+    falling = rig.core._sliced_work.unpins.entries()
     left = sum(entry.left for entry in falling)
     with monkeypatch.context() as broken:
         broken.setattr(cpu_tier.CpuTier, "reset_slice", lambda _: fail())
@@ -196,3 +197,28 @@ print(sorted(set(walks)), gc.get_freeze_count() > 0)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[0, 1] True\n"
+
+
+def test_tenants_take_turns_in_the_unpin_queue() -> None:
+    """Else one that ends many holds in turn would keep the blocks of another one pinned."""
+    tenants = [NamespaceSpec(NamespaceId(tag * 32), world_size=1, part_bytes=(SLOT,)) for tag in (b"z", b"a")]
+    tier, done = Rig(1).core._cpu_tier, [0, 0]
+    queue = sliced_work.UnpinQueue(lambda _: None)
+
+    def end(tenant: int, count: int) -> None:
+        def remove(blocks: list[Block]) -> None:
+            done[tenant] += len(blocks)
+
+        queue.add(remove, tier.find_or_add(tenants[tenant], names(0, count)))
+        queue.start()
+
+    end(0, 3 * sliced_work.SLICE)
+    assert done == [sliced_work.SLICE, 0], "a call pays for its own pins"
+    for number in range(1, 4):
+        end(1, 3 * sliced_work.SLICE)
+        assert done[1] >= number * sliced_work.SLICE
+        queue.unpin_slice()
+    assert done[0] >= 3 * sliced_work.SLICE - 2 * 16
+    while queue:
+        queue.unpin_slice()
+    assert done == [3 * sliced_work.SLICE, 9 * sliced_work.SLICE]

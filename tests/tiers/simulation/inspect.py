@@ -109,12 +109,12 @@ def kept(core: TierManager) -> Counter[Block]:
 
 def unpins(core: TierManager) -> list[_Entry]:
     """Returns the entries of both unpin queues."""
-    return [*core._sliced_work.unpins._entries, *core._sliced_work.hold_unpins._entries]
+    return [*core._sliced_work.unpins.entries(), *core._sliced_work.hold_unpins.entries()]
 
 
 def ended_hold_pins(core: TierManager) -> list[Block]:
     """Returns the blocks that ended holds still pin, once per pin."""
-    ended = core._sliced_work.hold_unpins._entries
+    ended = core._sliced_work.hold_unpins.entries()
     return [block for entry in ended for block in entry.blocks[: entry.left] if block is not None]
 
 

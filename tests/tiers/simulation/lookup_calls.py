@@ -194,10 +194,14 @@ class Lookup(Call):
 
     def _fall_short(self, lease: BlockLease, start: int) -> None:
         """There are fewer hits than `min_hits`: the lease has ended, and its hits are misses."""
-        ledger, record = self.world.ledger, self.record
         self.world.saw("lookups fell short")
-        assert record is not None
-        for position, block in enumerate(lease.items[:start]):
+        assert self.record is not None
+        self._take_back(self.record, lease.items[:start])
+
+    def _take_back(self, record: LeaseRecord, items: Sequence[Block | None]) -> None:
+        """The lookup ends its lease, and the hits are misses."""
+        ledger, lease = self.world.ledger, record.lease
+        for position, block in enumerate(items):
             if position in record.pending:
                 ledger.misses += 1
             elif block is not None:
@@ -307,15 +311,14 @@ class Lookup(Call):
         self.world.saw("hits", KeyStatus.HIT in statuses)
 
     def abandon(self) -> None:
-        place = self.place
+        place, record = self.place, self.record
+        if record is not None and self._is_leased(record):
+            self._take_back(record, record.lease.items)
+        elif record is not None:
+            self._lose(record, 0)
         super().abandon()
-        self._drop_lease()
         if place is not None:
             self.world.rooms.told.discard(place)
-
-    def _drop_lease(self) -> None:
-        if self.record is not None and self._is_leased(self.record):
-            del self.world.ledger.leases[self.record.lease.id]
 
 
 class Prefetch(Lookup):
