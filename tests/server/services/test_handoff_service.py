@@ -171,6 +171,27 @@ async def test_a_heartbeat_may_set_the_extension(engine: Engine) -> None:
     assert list((await engine.renew()).missing_holds) == [0]
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+async def test_each_hold_of_a_long_call_is_renewed_and_released(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """The call runs in slices. The answer names missing holds by their number in the call."""
+    monkeypatch.setattr("kvtier.server.services.handoff._SLICE", 2)
+    held = [number for number in range(count) if number % 3 != 1]
+    engine.store(keys(0, 1))
+    for number in held:
+        request = handoff_pb2.PublishHoldRequest(request_id=f"r{number}", keys=pack_keys(keys(0, 1)), positions=[0])
+        answer = await engine._service.PublishHold(request, None)
+        assert (answer.status, answer.pending_blocks) == (handoff_pb2.PUBLISH_STATUS_PUBLISHED, 0)
+    holds = [handoff_pb2.HoldRef(engine_id="e", request_id=f"r{number}") for number in range(count)]
+    renewing = handoff_pb2.RenewHoldsRequest(holds=holds)
+    answer = await engine._service.RenewHolds(renewing, None)
+    assert list(answer.missing_holds) == [number for number in range(count) if number not in held]
+    await engine._service.ReleaseHolds(handoff_pb2.ReleaseHoldsRequest(holds=holds), None)
+    answer = await engine._service.RenewHolds(renewing, None)
+    assert list(answer.missing_holds) == list(range(count))
+
+
 @pytest.mark.parametrize("way", ["released", "reset", "declined", "declined while it waits"])
 async def test_claims_do_not_wait_for_ended_or_declined_holds(engine: Engine, runtime: TierRuntime, way: str) -> None:
     """B2.17: they are misses at once; only an unknown hold may still be published."""

@@ -13,7 +13,7 @@ import pytest
 from rig import hashes, kv_pool, rows
 
 from kvtier.client import KeyStatus
-from kvtier.client.engines.failures import RateLimitedWarnings
+from kvtier.client.engines.failures import RateLimitedWarnings, Unsupported
 from kvtier.client.engines.sglang import deadlines, found_pages
 from kvtier.client.engines.sglang.config import StorageConfig
 from kvtier.client.engines.sglang.deadlines import COPY_SECONDS, Deadline
@@ -220,6 +220,14 @@ def test_each_property_of_a_page_is_in_its_description(name: str) -> None:
     """Pools that differ in one of them share no pages, also if the pages have the same size."""
     one, other = (HostPool(KV, SimpleNamespace(**{name: value}), (8,)).describe() for value in ("one", "other"))
     assert one != other
+
+
+@pytest.mark.parametrize("found", [None, (), ([], [])])
+def test_a_pool_without_pages_of_its_own_is_refused(found: object) -> None:
+    """SGLang's pools answer in one of these ways if another pool has their bytes."""
+    pool = SimpleNamespace(page_size=4, get_page_buffer_meta=lambda _: found)
+    with pytest.raises(Unsupported, match="no bytes of its own"):
+        HostPool.probe(KV, pool)
 
 
 def test_pools_of_another_kind_name_or_division_share_no_pages() -> None:

@@ -118,11 +118,13 @@ def test_an_offer_that_was_withdrawn_is_not_pulled(monkeypatch: pytest.MonkeyPat
         scheduler.loads_reported(["r"], [])
 
 
-def hold_calls_of(own: HoldsClient, other: HoldsClient | None = None) -> tuple[HoldCalls, TransferCounters]:
+def hold_calls_of(
+    own: HoldsClient, other: HoldsClient | None = None, timeout_s: float = 60.0
+) -> tuple[HoldCalls, TransferCounters]:
     """Returns the calls of an engine with its own server, and a listed server of another host."""
     counters = TransferCounters()
     peers: Any = Peers(own, [("unix:/ours", 0)], ["10.0.0.7:7070"], lambda _: other)  # type: ignore[arg-type, return-value]
-    return HoldCalls(peers, 60.0, RateLimitedLog(), counters), counters
+    return HoldCalls(peers, timeout_s, RateLimitedLog(), counters), counters
 
 
 def handed_request() -> VllmRequest:
@@ -217,6 +219,16 @@ def test_a_claim_that_was_dropped_in_the_queue_is_not_made(monkeypatch: pytest.M
     assert len(own.claimed) == len(other.claimed) == 1
     assert calls._open_claims == {}
     assert other.wait_until_connected.call_count == 1  # type: ignore[attr-defined]
+
+
+def test_a_claim_whose_time_is_over_does_not_wait() -> None:
+    """It still gets the blocks that are stored. The server would refuse a negative time."""
+    client = HoldsClient()
+    calls, _ = hold_calls_of(client, timeout_s=0.0)
+    assert calls.start_claim(ClaimId(1), handed_request(), RemoteRequest("P", "p", "unix:/ours", 0), [0], 1)
+    wait_until(lambda: bool(calls.answers()))
+    calls.close()
+    assert client.wanted[0]["wait"] == 0.0
 
 
 def test_a_failure_of_an_old_client_says_nothing_of_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
