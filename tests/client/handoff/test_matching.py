@@ -45,6 +45,16 @@ def test_a_peer_that_holds_nothing_is_reported() -> None:
     assert rig.server.not_claims == [(PEER, NotClaimedReason.NOTHING_HELD)]
 
 
+@pytest.mark.parametrize(("sizes", "most"), [((), 0), ((BLOCK,), BLOCK), ((2 * BLOCK, BLOCK), 2 * BLOCK)])
+def test_a_prompt_of_one_state_is_never_held(sizes: tuple[int, ...], most: int) -> None:
+    """B2.18: so it is no surprise that the peer holds nothing of it."""
+    states = (CacheGroup(number, size, None, is_state=True) for number, size in enumerate(sizes, start=1))
+    geometry = CacheGeometry((FULL.groups[0], *states), step_tokens=2 * BLOCK, hash_tokens=BLOCK)
+    for prompt in (most, most + 1):
+        rig = Rig(prefilled(remote_block_ids=[[], []]), prompt, geometry=geometry)
+        assert len(rig.server.not_claims) == (prompt > most)
+
+
 @pytest.mark.parametrize(
     ("remote", "prompt", "computed", "expected"), [(80, 100, 0, 80), (80, 100, 16, 64), (100, 100, 32, 68)]
 )

@@ -231,6 +231,21 @@ def test_a_request_waits_until_the_first_block_is_computed() -> None:
     assert rig.match(now=13.0) == 100
 
 
+def test_an_engine_awaits_a_peer_if_one_request_waits() -> None:
+    """An idle engine then waits for answers. Other requests, and answered claims, do not count."""
+    rig = Decode()
+    other = Request({}, list(range(50)), request_id="other")
+    rig.core.arrived(other)
+    assert rig.core.awaits_peer
+    rig.core.finished("other", rig.tables(), 50, FinishReason.LENGTH, WALL)
+    assert rig.core.awaits_peer
+    rig.answer(computed(100, 40))
+    assert not rig.core.awaits_peer
+    plain = Rig(prefilled())
+    assert plain.match() is None
+    assert not plain.core.awaits_peer, "the peer has stored the blocks"
+
+
 def test_a_peer_that_computes_nothing_is_given_up() -> None:
     """After the time of a lease the engine computes the request, and releases the hold."""
     rig = Decode()

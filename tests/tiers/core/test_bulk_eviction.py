@@ -131,6 +131,19 @@ def test_one_namespace_or_tenant_can_be_selected() -> None:
     assert count_present(rig, keys(0, 1)) == 2
 
 
+@pytest.mark.parametrize("part", [None, 16])
+def test_all_namespaces_of_a_tier_or_a_tenant_are_evicted(part: int | None) -> None:
+    """The order of the namespaces does not matter."""
+    rig = stocked(1, 2)
+    for number in range(2):
+        spec = NamespaceSpec(NamespaceId(b"o" * 31 + bytes([number])), world_size=1, part_bytes=(SLOT,))
+        other = rig.open(f"other {number}", spec)
+        store = run_to_end(rig.core.prepare_store(other, keys(0, 1, 2), StoreSpec(lease_seconds=60), now=0))
+        run_to_end(rig.core.complete_store(other, store.store_id))
+    tag = OTHER.id[:part] if part else None
+    assert figures(run(rig, EvictionRequest([CPU], tenant_tag=tag))) == [(6 if part else 8, 0)]
+
+
 def test_a_dry_run_only_counts() -> None:
     """Its figures equal those of the run itself."""
     rig = stocked(1, 2, 3, tier=ModelTier("near", 1 << 20))

@@ -356,6 +356,17 @@ def test_a_slow_tier_drops_cascades() -> None:
     )
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5])
+def test_a_flush_answers_each_key_once(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """In the order of the keys, also if the answer is made in slices, and for keys that recur."""
+    monkeypatch.setattr("kvtier.tiers.core.completions._ANSWER_SLICE", 2)
+    rig = Rig(ModelTier("near", 1 << 20), extents=1)
+    rig.store_in_all_tiers(keys(0, 2))
+    names = keys(2, 1, 0, 1, 2)[:count]
+    expected = {key: DurableStatus.DURABLE if key in keys(0, 2) else DurableStatus.VOLATILE for key in names}
+    assert run_to_end(rig.core.flush(SPEC.id, names)) == bytes(expected[key] for key in names)
+
+
 def test_the_final_flush_stores_dropped_blocks() -> None:
     """The most recently used first, because time may be short."""
     rig = Rig(ModelTier("near", 1 << 20), extents=1)

@@ -206,6 +206,18 @@ def test_the_server_gets_the_time_that_is_left() -> None:
     }
 
 
+def test_other_calls_of_the_transport_are_passed_on() -> None:
+    """They wait for nothing, so the deadline does not concern them."""
+    transport = mock.Mock()
+    bounded, session = DeadlineTransport(transport, Deadline()), mock.Mock()
+    assert bounded.session is transport.session
+    with bounded._deadline.within(0):
+        bounded.withdraw(session, 7)
+        bounded.invalidate(session)
+        bounded.close()
+    assert transport.mock_calls == [mock.call.withdraw(session, 7), mock.call.invalidate(session), mock.call.close()]
+
+
 def test_a_deadline_inside_another_is_not_longer() -> None:
     """One call by SGLang can be part of another; then the earlier deadline counts."""
     deadline = Deadline()

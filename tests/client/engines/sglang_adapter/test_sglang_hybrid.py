@@ -22,7 +22,8 @@ def test_a_prefix_needs_a_state_at_its_end(server: ServerProcess) -> None:
     ours, theirs = (kv_pool(seed=1), mamba_pool(seed=2)), (kv_pool(), mamba_pool())
     with attach(server.endpoint, *ours) as storage:
         assert storage.batch_set_v1(KEYS, rows(*range(6))) == [True] * 6
-        assert storage.batch_exists_v2(KEYS, [state(["?"])]).kv_hit_pages == 0
+        found = storage.batch_exists_v2(KEYS, [state(["?"])])
+        assert (found.kv_hit_pages, found.extra_pool_hit_pages) == (0, {PoolName.KV: 6})
         assert storage.batch_set_v2([state([KEYS[1]], 5)]) == {PoolName.MAMBA: [True]}
         assert storage.batch_set_v2([state([KEYS[3]], 6)]) == {PoolName.MAMBA: [True]}
     with attach(server.endpoint, *theirs) as other:

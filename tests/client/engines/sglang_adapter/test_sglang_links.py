@@ -197,6 +197,9 @@ def test_the_bandwidth_of_each_transfer() -> None:
     assert taken is not None
     assert (taken.prefetch_pgs, taken.prefetch_bandwidth) == ([2], [2.0])
     assert (taken.backup_pgs, taken.backup_bandwidth) == ([5, 1], [pytest.approx(1e9), 0.25])
+    unread = TransferStats(enabled=False)
+    unread.loaded(2, 10, 1.0)
+    assert unread._metrics.prefetch_pgs == [], "it would grow for ever"
 
 
 @pytest.mark.parametrize(

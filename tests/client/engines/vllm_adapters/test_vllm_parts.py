@@ -168,6 +168,7 @@ def test_an_unknown_setting_is_a_warning_that_names_the_nearest() -> None:
         {"advertise": "nowhere"},
         {"advertise": 7070},
         {"peers": "10.0.0.2:7070"},
+        {"peers": 5},
         {"peers": ["10.0.0.2:7070", "x"]},
     ],
 )
