@@ -1,4 +1,4 @@
-"""Incremental work: runs unpins, resets, expiry and undone actions in slices, to keep the event loop free.
+"""Incremental work: runs unpins, resets, expiry and undone actions in slices.
 
 A slice that leaves work behind requests the next one with a `ContinueWork` command. At most one
 such command is outstanding.

@@ -54,7 +54,7 @@ class RecordsByTenant(Generic[K, V]):
                 self.pop(largest, key)
 
     def pop(self, tenant: bytes, key: K) -> V | None:
-        """Removes a record; returns None if there is none."""
+        """Removes and returns a record; None if it is unknown."""
         own = self._by_tenant.get(tenant, {})
         if key not in own:
             return None

@@ -109,7 +109,7 @@ def test_large_connections_without_a_session_are_closed() -> None:
 
 
 def test_bytes_from_before_the_growth_are_not_its_cause() -> None:
-    """A client without a session has sent much. Later a tenant makes the memory grow, then a peer."""
+    """A client without a session has sent much. Later a tenant and a peer make the memory grow."""
     with socket.create_server(("127.0.0.1", 0)) as ours:
         honest = socket.create_connection(ours.getsockname())
         honest_end = ours.accept()[0]

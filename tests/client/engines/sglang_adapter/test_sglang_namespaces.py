@@ -136,7 +136,7 @@ def test_ranks_and_groups_of_pools() -> None:
 @pytest.mark.parametrize("changed", [0, 1])
 @pytest.mark.parametrize("name", [*_FORMAT, "kind"])
 def test_the_format_of_each_pool_counts(name: str, changed: int) -> None:
-    """Also that of a pool after the first, of the same size, and also an attribute that it lacks."""
+    """Also of a later pool of the same size, and an attribute that the pool lacks."""
 
     def digests(value: object) -> list[str]:
         pools = [kv_pool(), kv_pool()]

@@ -100,7 +100,7 @@ class Shelf(FakeTransfers):
             self.parts[keys[index]] = bytes(self.memory[offset : offset + 2 * PAGE])
 
     @contextlib.contextmanager
-    def read(self, lease_id: int, items: Sequence[int]) -> Iterator[Any]:
+    def read(self, lease_id: int, items: Sequence[int], *, slots: object) -> Iterator[Any]:
         offsets = [2 * PAGE * (3 - number) + 8 for number in range(len(items))]
         for item, offset in zip(items, offsets, strict=True):
             self.memory[offset : offset + 2 * PAGE] = self.parts[self.items[item]]
