@@ -16,8 +16,7 @@ from .block_index import BlockIndex
 from .event_log import EventLog
 from .retiring import RetiringExtents
 from .slot_allocator import SlotAllocator
-from .slot_reclaim import SlotReclaimer
-from .spare_room import SpareRoom
+from .slot_reclaim import SlotReclaimer, SpareRoom
 
 __all__ = ["CpuTier"]
 
