@@ -188,7 +188,7 @@ def test_a_grant_that_is_withdrawn_before_its_call(site: Site) -> None:
 
 @pytest.mark.parametrize("quota", ["", f'[tenants.zeta]\nquota = {{ cpu = "{REGION // 4}" }}\n'], ids=["", "quotas"])
 def test_a_leased_block_in_each_extent(tmp_path: Path, quota: str) -> None:
-    """The attacker leases every fourth block repeatedly; the victim stores another size."""
+    """The attacker leases every fourth block, again and again. The victim stores a larger one."""
     made = make_site(tmp_path, region=REGION, config=quota)
     with made.server.start(), _client(made, "acme-far") as attacker, _client(made, "zeta-engine", 2 * PART) as victim:
         for start in range(0, BLOCKS, 16):

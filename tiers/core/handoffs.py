@@ -331,9 +331,7 @@ class HandoffHandler:
         """Gives up those of these blocks that are ready, if the hold is open."""
         if self._table.get(hold.name) is hold:
             items = enumerate(hold.items)
-            self._table.give_up(
-                hold, [item for item, block in items if block is not None and block in blocks and block.ready]
-            )
+            self._table.give_up(hold, [item for item, block in items if block and block in blocks and block.ready])
 
     def reset(self, namespace: NamespaceId, now: float) -> None:
         """Ends all holds of a namespace. Called before the CPU tier drops the blocks.

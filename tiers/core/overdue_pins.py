@@ -83,7 +83,7 @@ class OverduePins:
             self._abandon(pinning)
 
     def _drop_incomplete(self) -> None:
-        """Removes blocks that lack a part, and have no writer or load, from the index."""
+        """Removes blocks that lack a part, and are not written or loaded, from the index."""
         blocks = [block for block in self._blocks if block.pins and not block.ready and not block.pending]
         blocks = sorted((block for block in blocks if not block.invalidated), key=lambda block: block.name)
         for block in blocks:

@@ -1,4 +1,4 @@
-"""Retiring extents: extents that another size class gets although their blocks are pinned.
+"""Retiring extents: extents that another size class gets although some of their blocks are pinned.
 
 A pinned block keeps its extent in its size class. So a few leases could keep all extents from the
 blocks of another size. If a class finds neither a free slot nor an idle extent, an extent retires
@@ -114,7 +114,7 @@ class RetiringExtents:
             self._left = dict.fromkeys(self._blocks_in(extent))
 
     def unpinned(self, blocks: Iterable[Block]) -> None:
-        """Called after pins of blocks have ended: so may have their writes and loads."""
+        """Called after pins of blocks have ended: their writes and loads may have ended, too."""
         self._clear([block for block in blocks if block not in self._left and self._is_in_one(block)])
 
     def tick(self, now: float) -> list[Block]:

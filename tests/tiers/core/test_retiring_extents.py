@@ -207,7 +207,7 @@ class OpenStores(Pins):
 
 
 class HeldParts(Pins):
-    """Blocks that stay incomplete, because the other rank stores nothing, and a hold on them."""
+    """Incomplete blocks, because the other rank stores none, and a hold on them."""
 
     hold: Hold | None = None
 
@@ -359,7 +359,7 @@ def test_an_extent_that_the_class_does_not_use_goes_to_any_class() -> None:
 
 
 def test_a_tenant_lets_few_extents_retire() -> None:
-    """Many sizes of a tenant make one extent of eight retire at a time; another one finds a place."""
+    """One extent of eight retires at a time for many sizes of a tenant. Another finds a place."""
     server = Server()
     extents = server.fill()
     server.lease(server.alice, *(number for each in extents for number in each[:2]))
