@@ -15,6 +15,7 @@ import itertools
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
@@ -54,6 +55,10 @@ SUFFIX = ".shm"
 _log = get_logger(__name__)
 
 _HANDSHAKE_SECONDS = 5.0
+_HANDSHAKE_USE = 0.002
+"""Use of the event loop by a handshake, in seconds: 1 to 2 ms with TLS. It cannot be measured."""
+_MAX_PIECES = 16
+"""A client sends its hello in one piece. Each further one wakes the event loop, for 50 µs."""
 _MAX_HANDSHAKES = 256
 """Maximum number of Unix connections whose hello has not arrived."""
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -149,7 +154,14 @@ class AttachServer:
                 await self._serve_calls(transport, hello, token, via_tcp=True)
 
     async def _handshake(self, connection: socket.socket) -> tuple[asyncio.Transport, Hello, str | None]:
-        """Performs the TLS handshake, if TLS is configured, and returns hello and token."""
+        """Performs the TLS handshake, if TLS is configured, and returns hello and token.
+
+        The handshakes of all callers, who are still unknown, take turns with the calls of tenants.
+        """
+        turns = self._calls.turns
+        account = turns.account_without_session(None)
+        await turns.enter(account)
+        turns.charge(account, time.monotonic() - _HANDSHAKE_USE, _HANDSHAKE_USE)
         tls = self._access.tls.current() if self._access.tls is not None else None
         transport, handshake = await asyncio.get_running_loop().connect_accepted_socket(_Handshake, connection, ssl=tls)
         try:
@@ -249,7 +261,7 @@ class _Handshake(asyncio.BufferedProtocol):
     def __init__(self) -> None:
         self.received: asyncio.Future[tuple[Hello, str | None]] = asyncio.get_running_loop().create_future()
         self._data = memoryview(bytearray(HELLO_BYTES + MAX_TOKEN_BYTES + 1))
-        self._end = 0
+        self._end = self._pieces = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -260,6 +272,7 @@ class _Handshake(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._end += nbytes
+        self._pieces += 1
         try:
             received = self._parsed()
         except ValueError as error:
@@ -272,6 +285,8 @@ class _Handshake(asyncio.BufferedProtocol):
 
     def _parsed(self) -> tuple[Hello, str | None] | None:
         """Returns hello and token; None if bytes are missing. Raises ValueError."""
+        if self._pieces > _MAX_PIECES:
+            raise ValueError(f"the hello comes in more than {_MAX_PIECES} pieces")
         if self._end < HELLO_BYTES:
             return None
         hello = unpack_hello(self._data[:HELLO_BYTES])
