@@ -107,7 +107,7 @@ class GrpcConnections:
                 _log.warning("connections closed: the memory grows fast", address=network, connections=count)
 
     def remember_received(self, now: float) -> None:
-        """Takes a snapshot of what each connection has sent. Runs on the thread of `close_large`."""
+        """Takes a snapshot of what each connection sent. Runs on the thread of `close_large`."""
         received = {}
         for _, _, sock in _tcp_sockets(self._ports):
             with sock, contextlib.suppress(OSError):

@@ -187,7 +187,7 @@ def test_no_call_has_more_keys_than_the_server_accepts() -> None:
 
 
 def test_the_bandwidth_of_each_transfer() -> None:
-    """In GB/s, and finite also for a transfer that took no time. One without pages does not count."""
+    """In GB/s; finite also for a transfer without duration. One without pages is not counted."""
     stats = TransferStats(enabled=True)
     stats.loaded(2, 3 * 10**9, 1.5)
     stats.loaded(0, 0, 1.0)
