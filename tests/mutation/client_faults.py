@@ -499,4 +499,16 @@ CLIENT_FAULTS = (
         "session.regimes.of(length) != regime or origin",
         "origin",
     ),
+    Fault(
+        "a name alone stands for the weights",
+        _TRANSFORMERS + "cache.py",
+        "name is not None and revision is not None",
+        "name is not None or revision is not None",
+    ),
+    Fault(
+        "a short layer is stored",
+        _TRANSFORMERS + "layout.py",
+        "            and tensor.shape[2] >= tokens\n",
+        "",
+    ),
 )

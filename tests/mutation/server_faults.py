@@ -371,4 +371,10 @@ SERVER_FAULTS = (
         "            return self._peer.seal(END_FRAMES)\n",
         '            return b""\n',
     ),
+    Fault(
+        "only the holds of the first slice are missing",
+        "server/services/handoff.py",
+        "enumerate(renewed)",
+        "enumerate(renewed[:_SLICE])",
+    ),
 )

@@ -146,6 +146,14 @@ def test_an_aborted_prefill_leaves_nothing_held(scheduled: bool) -> None:  # noq
     assert rig.core._requests == {}
 
 
+def test_a_prompt_with_a_block_without_key_is_not_published_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example if the tokens of its last, partial block are not known."""
+    monkeypatch.setattr(Request, "hold_key", lambda *_: None)
+    assert Rig(PREFILLS).server.published == []
+    (publication,) = Rig(PREFILLS, prompt=96).server.published
+    assert publication.num_tokens == 96
+
+
 def test_nothing_is_published_early_that_may_not_be_stored() -> None:
     """A request that skips storing; the first step of a reset."""
     rig = Rig(PREFILLS, arrives=False)
@@ -234,10 +242,7 @@ def test_a_request_waits_until_the_first_block_is_computed() -> None:
 def test_an_engine_awaits_a_peer_if_one_request_waits() -> None:
     """An idle engine then waits for answers. Other requests, and answered claims, do not count."""
     rig = Decode()
-    other = Request({}, list(range(50)), request_id="other")
-    rig.core.arrived(other)
-    assert rig.core.awaits_peer
-    rig.core.finished("other", rig.tables(), 50, FinishReason.LENGTH, WALL)
+    rig.core.arrived(Request(prefilled(), list(range(50)), request_id="other"))
     assert rig.core.awaits_peer
     rig.answer(computed(100, 40))
     assert not rig.core.awaits_peer
