@@ -6,7 +6,6 @@ such command is outstanding.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -133,8 +132,11 @@ class IncrementalWork:
     def _operation_slice(self) -> bool:
         if self._operations:
             operation = self._operations.pop(0)
-            with contextlib.suppress(StopIteration):
+            try:
                 next(operation)
+            except StopIteration:
+                pass
+            else:
                 self._operations.append(operation)
         return bool(self._operations)
 
