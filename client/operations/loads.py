@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import index
 
 from ...cuda.host.copy import HostBuffer, address_of, copy_batch
 from ...protos.v1 import cache_pb2, transfer_pb2
@@ -92,15 +93,14 @@ class LoadOperations(LookupOperations, Base):
             rank = self._rank or 0
         else:
             return None
-        groups, table = slots.groups, offset_table(slots.offsets)
         part_bytes = [group.part_bytes for group in self._namespace.groups]
-        if len(table) != ranks * len(groups):
-            return None
         try:
-            if min(items, default=0) < 0:
+            groups, table = slots.groups, offset_table(slots.offsets)
+            numbers = list(map(index, items))  # a product of narrow integers of numpy would overflow
+            if len(table) != ranks * len(groups) or min(numbers, default=0) < 0:
                 return None
-            return [table[ranks * item + rank] for item in items], [part_bytes[groups[item]] for item in items]
-        except (IndexError, TypeError):
+            return [table[ranks * item + rank] for item in numbers], [part_bytes[groups[item]] for item in numbers]
+        except (IndexError, TypeError, ValueError):
             return None
 
     def end_read(

@@ -136,8 +136,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         lease = self._core.lease(session, LeaseId(request.lease_id))
         if lease.expires_at <= self._runtime.now():
             raise LeaseNotFound(f"lease {lease.id} has expired")
-        # A client could name any number.
-        lease.cpu_tier.loaded_bytes += min(request.copied_bytes, lease.hits * max(session.namespace.part_bytes))
+        if session.writers:  # other clients cannot copy
+            lease.copied(request.copied_bytes, session.namespace.world_size * max(session.namespace.part_bytes))
         if request.release:
             self._core.release(session, lease.id)
             self._runtime.run_commands()
@@ -323,23 +323,36 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         remaining = options.deadline - self._runtime.now()
         if found.lease is not None and found.lease.pending and remaining > 0:
             found = replace(found, lease=await self._wait_ready(session, found.lease, remaining))
+        slots: bytes | None = b""
+        # Clients without the region could not use slots, so they learn none.
+        if found.lease is not None and request.want_slots and session.writers:
+            slots = await self._read_slots(session, found.lease, _leading_hits(found.statuses()))
+        if slots is None:
+            found = replace(found, lease=None)
         statuses, lease = found.statuses(), found.lease
         if lease is None:
             return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(keys)), source_outcome=located.outcome)
-        hits = len(statuses) - len(statuses.lstrip(bytes([KeyStatus.HIT])))
         sources = lease.sources.ljust(len(keys), b"\0")
-        answer = cache_pb2.LookupResponse(statuses=statuses, prefix_hits=hits, sources=sources, lease_id=lease.id)
+        answer = cache_pb2.LookupResponse(
+            statuses=statuses, prefix_hits=_leading_hits(statuses), sources=sources, lease_id=lease.id
+        )
         answer.not_retained_blocks, answer.source_outcome = found.not_retained, located.outcome
-        ranks = 1 if session.rank is not None else session.namespace.world_size
-        # Other clients could not use slots, so they learn none.
-        if request.want_slots and session.writers and hits * ranks <= _MAX_SLOTS:
-            answer.slot_offsets = pack_offsets(await self._read_slots(session, lease, hits))
+        answer.slot_offsets = slots or b""
         return answer
 
-    async def _read_slots(self, session: EngineSession, lease: BlockLease, hits: int) -> list[int]:
-        """Returns the slots for the answer of a lookup. If this fails, the lease ends."""
+    async def _read_slots(self, session: EngineSession, lease: BlockLease, hits: int) -> bytes | None:
+        """Returns the slots for the answer of a lookup: empty if there are too many.
+
+        Returns None if the lease has ended. If this fails, the lease ends.
+        """
+        ranks = 1 if session.rank is not None else session.namespace.world_size
+        if hits * ranks > _MAX_SLOTS:
+            return b""
         try:
-            return await self._long_calls.slots(session, lease.id, hits)
+            return pack_offsets(await self._long_calls.slots(session, lease.id, hits))
+        except LeaseNotFound:
+            self._core.take_back_hits(lease, MissReason.PENDING)
+            return None
         except BaseException:  # also a cancellation: the client never gets the lease's id
             with contextlib.suppress(CoreError):
                 self._core.release(session, lease.id)
@@ -362,6 +375,10 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             return lease
         self._core.release(session, lease.id)
         return None
+
+
+def _leading_hits(statuses: bytes) -> int:
+    return len(statuses) - len(statuses.lstrip(bytes([KeyStatus.HIT])))
 
 
 def _params(text: str) -> dict[str, object]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from harness.payloads import key_of, namespace_of, payload
 from harness.raw import RawSession
@@ -123,6 +124,23 @@ def test_items_without_slots_are_prepared(engine: Engine) -> None:
                 engine.read(1, lease.id, [item], slots)
     with engine.scheduler.lookup(KEYS) as lease:
         assert lease.slots is None
+
+
+def test_narrow_integers_of_numpy_name_the_same_items(engine: Engine) -> None:
+    """A product of the item and the number of ranks exceeds eight bits."""
+    keys = [KEYS[number % 2] for number in range(200)]
+    with engine.scheduler.lookup(keys, slots=True) as lease:
+        items = np.array([199, 130], dtype=np.uint8)
+        with engine.workers[1].read(lease.id, items, slots=slots_of(lease)) as batch:
+            for key, view in zip((KEYS[1], KEYS[0]), batch.views(), strict=True):
+                assert bytes(view) == payload(key, len(view), 1).tobytes()
+
+
+@pytest.mark.parametrize("offsets", [b"\0" * 7, "text", None])
+def test_malformed_slots_are_not_used(engine: Engine, offsets: Any) -> None:
+    with engine.scheduler.lookup(KEYS, slots=True) as lease:
+        slots = slots_of(lease)
+        assert engine.read(1, lease.id, [0], LeaseSlots(slots.epoch, slots.groups, offsets)) == PREPARED
 
 
 def test_slots_of_another_number_of_ranks_are_not_used(engine: Engine) -> None:

@@ -65,6 +65,7 @@ class BlockLease:
         lost: items that were hits of the lookup, and whose blocks could not be loaded or stored.
         readers: number of copies from its slots by processes of the server. The blocks stay pinned
             until the lease and all its readers have ended.
+        copied_bytes: number of bytes that clients copied without a call before the copy.
     """
 
     id: LeaseId
@@ -82,11 +83,18 @@ class BlockLease:
     indices: dict[int, int] | None = None
     lost: set[int] | None = None
     readers: int = 0
+    copied_bytes: int = 0
 
     @property
     def found(self) -> int:
         """Number of items that were a hit when they were looked up."""
         return self.hits + len(self.lost or ())
+
+    def copied(self, nbytes: int, largest_block: int) -> None:
+        """Counts loaded bytes, which a client named: at most those of the lease, each once."""
+        nbytes = max(0, min(nbytes, self.hits * largest_block - self.copied_bytes))
+        self.copied_bytes += nbytes
+        self.cpu_tier.loaded_bytes += nbytes
 
     def blocks(self, items: Sequence[int]) -> list[Block | None]:
         """Returns the blocks of items; None for an item that is not a hit or does not exist."""

@@ -472,7 +472,10 @@ def test_a_client_cannot_count_more_than_its_lease_has() -> None:
         async with serving() as calls:
             run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS[:2])))
             lease_id = (await calls.look_up(KEYS[:3])).lease_id
-            for copied, counted in ((PART, 1), (2**64 - 1, 3), (0, 3)):
+            await calls.service.CompleteLoad(cache_pb2.CompleteLoadRequest(lease_id=lease_id, copied_bytes=PART), None)
+            assert calls.runtime.core.stats().tiers[0].loaded_bytes == 0, "this session does not map the region"
+            calls.session.writers.add(1)
+            for copied, counted in ((PART, 1), (2**64 - 1, 2), (PART, 2), (0, 2)):
                 await calls.service.CompleteLoad(
                     cache_pb2.CompleteLoadRequest(lease_id=lease_id, copied_bytes=copied), None
                 )
@@ -499,6 +502,26 @@ def test_prefetches_run_in_slices() -> None:
             call.cancel()
             await asyncio.wait([call])
             assert not calls.runtime.core.leases()
+
+    asyncio.run(scenario())
+
+
+def test_a_lease_that_ends_before_its_slots_are_read_is_a_miss() -> None:
+    """The answer has no lease and no hits, and no hit is counted."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            core = calls.runtime.core
+            run_to_end(core.complete_store(calls.session, calls.store(KEYS)))
+            calls.session.writers.add(1)
+            call = asyncio.create_task(calls.look_up(KEYS, want_slots=True))
+            await until(lambda: bool(core.leases()))
+            [lease] = core.leases()
+            core.release(calls.session, lease.id)
+            answer = await call
+            assert (answer.lease_id, answer.prefix_hits, answer.slot_offsets) == (0, 0, b"")
+            assert set(answer.statuses) == {KeyStatus.MISS}
+            assert sum(tier.hits for tier in core.stats().tiers) == 0
 
     asyncio.run(scenario())
 
