@@ -96,7 +96,7 @@ class LoadOperations(LookupOperations, Base):
         part_bytes = [group.part_bytes for group in self._namespace.groups]
         try:
             groups, table = slots.groups, offset_table(slots.offsets)
-            numbers = list(map(index, items))  # a product of narrow integers of numpy would overflow
+            numbers = list(map(index, items))  # narrow integers of numpy would overflow
             if len(table) != ranks * len(groups) or min(numbers, default=0) < 0:
                 return None
             return [table[ranks * item + rank] for item in numbers], [part_bytes[groups[item]] for item in numbers]

@@ -99,12 +99,14 @@ class GrpcConnections:
         alarm, snapshot_at = GrowthAlarm(), float("-inf")
         while not ended.wait(_ALARM_CHECK_SECONDS):
             now = time.monotonic()
-            if now >= snapshot_at:
-                self.remember_received(now)
-                snapshot_at = now + max(_SNAPSHOT_SECONDS, (time.monotonic() - now) / _PART_OF_SNAPSHOTS)
-            growth = alarm.check(now, own_bytes())
-            for network, count in self.close_large(growth, alarm.began_at).items() if growth else ():
-                _log.warning("connections closed: the memory grows fast", address=network, connections=count)
+            with contextlib.suppress(OSError):  # no descriptor is free
+                if now >= snapshot_at:
+                    self.remember_received(now)
+                    snapshot_at = now + max(_SNAPSHOT_SECONDS, (time.monotonic() - now) / _PART_OF_SNAPSHOTS)
+                used = own_bytes()
+                growth = alarm.check(now, used) if used else 0  # 0: it could not be read
+                for network, count in self.close_large(growth, alarm.began_at).items() if growth else ():
+                    _log.warning("connections closed: the memory grows fast", address=network, connections=count)
 
     def remember_received(self, now: float) -> None:
         """Takes a snapshot of what each connection sent. Runs on the thread of `close_large`."""

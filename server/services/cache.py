@@ -354,6 +354,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             self._core.take_back_hits(lease, MissReason.PENDING)
             return None
         except BaseException:  # also a cancellation: the client never gets the lease's id
+            self._core.take_back_hits(lease, MissReason.PENDING)
             with contextlib.suppress(CoreError):
                 self._core.release(session, lease.id)
             raise

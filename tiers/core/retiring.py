@@ -115,7 +115,8 @@ class RetiringExtents:
 
     def unpinned(self, blocks: Iterable[Block]) -> None:
         """Called after pins of blocks have ended: their writes and loads may have ended, too."""
-        self._clear([block for block in blocks if block not in self._left and self._is_in_one(block)])
+        different = dict.fromkeys(blocks)  # a hold may have pinned a block twice
+        self._clear([block for block in different if block not in self._left and self._is_in_one(block)])
 
     def tick(self, now: float) -> list[Block]:
         """Ends retirements; returns the blocks whose pins must be ended."""
@@ -132,8 +133,9 @@ class RetiringExtents:
             elif age >= 2 * GRACE_SECONDS or (age >= GRACE_SECONDS and not each.is_wanted):
                 del self._all[extent]
                 self._memory.restore(extent)
-            elif age >= GRACE_SECONDS:
-                overdue.update(dict.fromkeys(self._blocks_in(extent)))
+            elif age >= GRACE_SECONDS and not overdue:  # one extent in each tick, in turns
+                overdue = dict.fromkeys(self._blocks_in(extent))
+                self._all[extent] = self._all.pop(extent)
         return list(overdue)
 
     def _may_begin(self, tenant: bytes) -> bool:

@@ -441,3 +441,34 @@ def test_a_search_for_pins_runs_in_slices(monkeypatch: pytest.MonkeyPatch) -> No
     ended = [command.lease_id for command in commands if isinstance(command, LeaseSettled)]
     assert sorted(ended) == sorted(lease.id for lease in leases if lease is not None)
     assert sum(isinstance(command, ContinueWork) for command in commands) >= 9
+
+
+def test_a_hold_with_a_repeated_key_ends_in_a_retiring_extent() -> None:
+    """Its block is incomplete and pinned twice, and stays in the index until the hold has ended."""
+    core = TierManager(EXTENT, EXTENT, ())
+    core.add_memory(0, EXTENT)
+    two_ranks = NamespaceSpec(NamespaceId(ALICE + bytes(16)), world_size=2, part_bytes=(SMALL,))
+    large = NamespaceSpec(NamespaceId(BOB + bytes(16)), world_size=1, part_bytes=(LARGE,))
+    first, other = core.open_session(b"a", "a", 0, two_ranks), core.open_session(b"b", "b", None, large)
+    spec = StoreSpec(lease_seconds=NO_TIME)
+    hold = run_to_end(
+        core.publish(
+            first,
+            "r",
+            keys(0) * 2,
+            [0, 1],
+            num_tokens=2,
+            direction=HandoffDirection.PREFILL_TO_DECODE,
+            duration=60,
+            now=0,
+        )
+    )
+    store = run_to_end(core.prepare_store(first, keys(0), spec, now=0))
+    run_to_end(core.complete_store(first, store.store_id))
+    assert run_to_end(core.prepare_store(other, keys(1), spec, now=0)).statuses == NO_ROOM
+    for _ in range(5):
+        core.take_commands()
+        core.work()
+    core.release_hold(hold.name, 1)
+    assert run_to_end(core.prepare_store(other, keys(1), spec, now=1)).statuses == GRANTED
+    core.tick(2)
