@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from kvtier.tiers.base import NamespaceId
+
 from .host import CoreTier, CpuTier, Host, LruTier
 from .router import Router, RouterIndex
 from .store import SharedStore, StoreLink
@@ -16,6 +18,8 @@ __all__ = ["BLOCK_TOKENS", "DESIGNS", "Counters", "Fleet", "Settings"]
 
 BLOCK_TOKENS = 512
 DESIGNS = ("cpu", "shared", "peer")
+
+_NAMESPACE = NamespaceId(bytes(32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +227,9 @@ class Fleet:
         for key, length in zip(reversed(arrival.keys), reversed(arrival.lengths), strict=True):
             if key in store:
                 continue
-            if settings.admission == "second_use" and not host.admission.admits(key, now):
+            if settings.admission == "second_use" and not host.admission.admits(
+                (_NAMESPACE, key.to_bytes(8, "big")), now
+            ):
                 continue
             if max(store.link.store_wait(now), host.outgoing.wait(now)) > settings.patience_seconds:
                 self.counters.writes_left_out += length
