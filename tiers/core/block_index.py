@@ -28,8 +28,10 @@ class BlockIndex:
         self._by_namespace: dict[NamespaceId, NamespaceIndex] = defaultdict(NamespaceIndex)
         self._invalidated: dict[NamespaceId, deque[NamespaceIndex]] = {}
         """Indexes that a reset has invalidated and whose blocks are not dropped yet."""
+        self._reset: dict[NamespaceId, set[Block]] = {}
+        """Pinned blocks that a reset has removed from their index."""
         self._unlinked: dict[NamespaceId, set[Block]] = {}
-        """Pinned blocks that were removed from their index."""
+        """Other pinned blocks that were removed from their index."""
         self._sweep_at = KEPT_EMPTY
 
     def __len__(self) -> int:
@@ -60,8 +62,8 @@ class BlockIndex:
         if index and index.blocks:
             index.invalidated = True
             self._invalidated.setdefault(namespace, deque()).append(index)
-        for block in self._unlinked.get(namespace, ()):
-            block.namespace_index = _RESET
+        for block in self._unlinked.pop(namespace, ()):
+            self._keep(block, _RESET)
 
     def take_invalidated(self, most: int) -> list[Block]:
         """Unlinks up to `most` blocks of invalidated indexes, latest first, and returns them.
@@ -88,8 +90,7 @@ class BlockIndex:
     def pending_reset_blocks(self, namespace: NamespaceId) -> int:
         """Returns how many blocks a reset must still drop, except those in a stalled tier's job."""
         waited = sum(len(index.blocks) for index in self._invalidated.get(namespace, ()))
-        pinned = self._unlinked.get(namespace, ())
-        return waited + sum(block.namespace_index is _RESET and not block.stalled for block in pinned)
+        return waited + sum(not block.stalled for block in self._reset.get(namespace, ()))
 
     def unlink(self, block: Block) -> None:
         """Removes a pinned block from the index. The block is dropped when its last pin ends."""
@@ -102,12 +103,14 @@ class BlockIndex:
         if index is not _UNLINKED and index is not _RESET:
             del index.blocks[block.key]
             return True
-        pinned = self._unlinked[block.namespace]
+        kept = self._reset if index is _RESET else self._unlinked
+        pinned = kept[block.namespace]
         pinned.remove(block)
         if not pinned:
-            del self._unlinked[block.namespace]
+            del kept[block.namespace]
         return False
 
     def _keep(self, block: Block, mark: NamespaceIndex) -> None:
         block.namespace_index = mark
-        self._unlinked.setdefault(block.namespace, set()).add(block)
+        kept = self._reset if mark is _RESET else self._unlinked
+        kept.setdefault(block.namespace, set()).add(block)

@@ -83,14 +83,14 @@ class ConversationTask:
     Attributes:
         targets: the keys of each namespace, and their conversation; None for a list of keys.
         until: end of the retention, in seconds of the core's clock.
-        pinned: per namespace, the keys that a PIN has pinned so far.
+        before: end of the earlier retention of each block that a PIN has pinned so far.
     """
 
     action: BlockAction
     targets: Sequence[tuple[NamespaceId, Sequence[bytes], Conversation | None]]
     until: float = 0.0
     counts: ActionCounts = field(default_factory=ActionCounts)
-    pinned: list[tuple[NamespaceId, Sequence[bytes], Conversation | None]] = field(default_factory=list)
+    before: dict[tuple[NamespaceId, bytes], float] = field(default_factory=dict)
 
     @property
     def conversations(self) -> list[Conversation]:
@@ -104,6 +104,8 @@ class ConversationTasks:
         """`perform` performs an operation that no call waits for."""
         self.table = ConversationTable()
         self._perform = perform
+        self._undone: dict[tuple[NamespaceId, bytes], float] = {}
+        """End of the earlier retention of each block that a cancelled PIN still retains."""
         self._cpu_tier = cpu_tier
         self._transfers = transfers
 
@@ -117,8 +119,8 @@ class ConversationTasks:
         """Acts on the blocks of conversations. Blocks of later requests are retained, too.
 
         Of pinned conversations only RETAIN, PIN and UNPIN change blocks. If the operation ends
-        early, the blocks of the earlier slices stay changed, but those that a PIN has pinned are
-        unpinned, because no record would show them. `seconds`: retention by RETAIN. Raises
+        early, the blocks of the earlier slices stay changed, but a PIN ends, because no record would
+        show it: its blocks are retained as long as before. `seconds`: retention by RETAIN. Raises
         RetentionFull, before any change, if the blocks to retain exceed the budget.
         """
         acts_on_pinned = action in _RETAINING or action is BlockAction.UNPIN
@@ -151,15 +153,35 @@ class ConversationTasks:
             BlockAction.DEMOTE: self._demote,
             BlockAction.DELETE: self._delete,
         }
+        retained = [(each, each.retain_until) for each in task.conversations]
         try:
             yield from run[task.action](task)
         except BaseException:
-            if task.pinned:
-                self._perform(self._run(ConversationTask(BlockAction.UNPIN, task.pinned)))
+            if task.action is BlockAction.PIN:
+                self._undo(task, retained)
             raise
         for conversation in task.conversations if task.action is BlockAction.PIN else ():
             conversation.pinned = conversation.is_open
+            conversation.retain_until = max(conversation.retain_until, task.until)
         return task.counts
+
+    def _undo(self, task: ConversationTask, retained: Sequence[tuple[Conversation, float]]) -> None:
+        """Ends what a PIN has retained, in slices, unless another action changes it first."""
+        for conversation, until in retained:
+            if not conversation.pinned:
+                conversation.retain_until = until
+        runs = bool(self._undone)
+        self._undone.update(task.before)
+        if not runs:
+            self._perform(self._shorten_undone())
+
+    def _shorten_undone(self) -> Operation[ActionCounts]:
+        while self._undone:
+            for _ in range(min(SLICE, len(self._undone))):
+                (namespace, key), until = self._undone.popitem()
+                self._shorten(namespace, key, until)
+            yield None
+        return ActionCounts()
 
     def stats(self) -> ConversationStats:
         return ConversationStats(len(self.table), self.table.keys, self.table.forgotten)
@@ -182,15 +204,10 @@ class ConversationTasks:
 
     def _retain(self, task: ConversationTask) -> Operation[None]:
         yield from self._check_budget(task)
-        pins = task.action is BlockAction.PIN
         for conversation in task.conversations:
-            if pins and not conversation.pinned:
-                task.pinned.append((conversation.namespace.id, (), conversation))
             conversation.retain_until = max(conversation.retain_until, task.until)
-        for namespace, keys, owner in _slices(task, SLICE):
-            if pins and (owner is None or not owner.pinned):
-                new = [key for key in keys if not self._is_pinned(namespace, key)]
-                task.pinned.append((namespace, new, owner))
+        for namespace, keys, _ in _slices(task, SLICE):
+            self._remember(task, namespace, keys)
             in_cpu = [block for key in keys if (block := self._block(namespace, key)) is not None]
             excess = set(self._cpu_tier.retain(in_cpu, task.until))
             self._transfers.retain(in_cpu)
@@ -201,6 +218,15 @@ class ConversationTasks:
             task.counts.changed += len(in_cpu) - len(excess) + len(retained)
             task.counts.missing += len(below) - len(retained)
             yield None
+
+    def _remember(self, task: ConversationTask, namespace: NamespaceId, keys: Sequence[bytes]) -> None:
+        """Notes the earlier retention of blocks for the end of this PIN, or of a cancelled one."""
+        for name in ((namespace, key) for key in keys):
+            if task.action is BlockAction.PIN:
+                before = self._undone.pop(name) if name in self._undone else self._retained_until(*name)
+                task.before.setdefault(name, before)
+            elif name in self._undone:
+                self._undone[name] = max(self._undone[name], task.until)
 
     def _retain_below(self, namespace: NamespaceId, key: bytes, until: float) -> bool:
         """Retains a block in each tier that has it; returns whether there is such a tier."""
@@ -321,20 +347,26 @@ class ConversationTasks:
 
     def _is_pinned(self, namespace: NamespaceId, key: bytes) -> bool:
         """Returns whether a tier retains a block for as long as only pins do."""
-        since = self.now + _PINNED_SECONDS
-        block = self._block(namespace, key)
-        if block is not None and block.retained and self._cpu_tier.queues.retained_until(block) > since:
-            return True
+        return (namespace, key) not in self._undone and (
+            self._retained_until(namespace, key) > self.now + _PINNED_SECONDS
+        )
+
+    def _retained_until(self, namespace: NamespaceId, key: bytes) -> float:
+        """Returns the latest end of the retention of a block in any tier; 0 if none retains it."""
+        until, block = 0.0, self._block(namespace, key)
+        if block is not None and block.retained:
+            until = self._cpu_tier.queues.retained_until(block)
         for secondary in self._transfers.secondaries:
             entry = secondary.catalog.get(namespace, key)
-            if entry is not None and entry.retained and secondary.catalog.queues.retained_until(entry) > since:
-                return True
-        return False
+            if entry is not None and entry.retained:
+                until = max(until, secondary.catalog.queues.retained_until(entry))
+        return until
 
     def _is_shared(self, namespace: NamespaceId, key: bytes, conversation: Conversation | None) -> bool:
         return conversation is not None and self.table.users(namespace, key) > (key in conversation.keys)
 
     def _shorten(self, namespace: NamespaceId, key: bytes, until: float) -> None:
+        self._undone.pop((namespace, key), None)
         block = self._block(namespace, key)
         if block is not None:
             block.retain_until = until

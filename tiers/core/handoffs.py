@@ -185,8 +185,9 @@ class HandoffHandler:
             self._stats[known.direction].dropped += 1
             self._end(known, HoldEnd.REPLACED, now)
         tenant, tokens, count = publication.session.tenant, publication.num_tokens, len(publication.keys)
-        if (refused := self._refusal(publication)) is PublishStatus.NO_ROOM and self._unpins:
-            self._unpins.start()
+        if (refused := self._refusal(publication)) is PublishStatus.NO_ROOM and self._unpins.unpin_first(
+            tenant_of(name[0])
+        ):
             return False
         if refused is None and len(blocks) < count:
             return False

@@ -220,8 +220,8 @@ class TierManager(CoreParts):
         self._end_leases(self._lookups.leases.expired(now))
         for store in self._stores.table.expired(now):
             self._end_store(store)
-        overdue = self._cpu_tier.retiring.tick(now)
-        self._sliced_work.continue_if(self._overdue_pins.begin(overdue))
+        self._cpu_tier.retiring.tick(now)
+        self._overdue_pins.tick()
 
     def work(self) -> None:
         """Runs the next slice of incremental work. Called once for each `ContinueWork` command."""

@@ -6,7 +6,7 @@ them. Pins of jobs end with the jobs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from .block import Block
 from .cpu_tier import CpuTier
@@ -14,6 +14,8 @@ from .handoffs import HandoffHandler
 from .holds import Hold
 from .in_flight_stores import InFlightStores, Store
 from .leases import BlockLease, LeaseTable
+from .operations import Operation
+from .slot_allocator import Extent
 
 __all__ = ["OverduePins"]
 
@@ -21,6 +23,8 @@ SLICE = 65_536
 """Number of items that a slice compares: about 2 ms."""
 _COST = 64
 """To examine a lease, store or hold takes as long as this number of items."""
+_SLOT_COST = 8
+"""To find the block of a slot takes as long as this number of items."""
 
 
 class OverduePins:
@@ -34,58 +38,66 @@ class OverduePins:
         settle: Callable[[Sequence[Block]], None],
         end_leases: Callable[[Collection[BlockLease]], None],
         abandon: Callable[[Store], None],
+        perform: Callable[[Operation[None]], None],
     ) -> None:
+        """`perform` performs an operation that no call waits for."""
         self._cpu_tier = cpu_tier
+        self._retiring = cpu_tier.retiring
         self._leases = leases
         self._stores = stores
         self._handoffs = handoffs
         self._settle = settle
         self._end_leases = end_leases
         self._abandon = abandon
-        self._blocks: frozenset[Block] = frozenset()
-        self._left: list[BlockLease | Store | Hold] = []
-        """What may pin any of the blocks, and was not examined."""
+        self._perform = perform
+        self.runs = False
+        """Whether the pins of an earlier tick are still being ended."""
 
-    def begin(self, blocks: Iterable[Block]) -> bool:
-        """Begins to end the pins of blocks; returns whether `end_slice` must follow.
+    def tick(self) -> None:
+        """Ends the pins in all extents that retire for too long."""
+        if not self.runs and (extents := self._retiring.overdue()):
+            self._perform(self._end_pins(extents))
 
-        While it runs, it goes on with those of its blocks that are still overdue.
-        """
-        runs, now = bool(self._left), frozenset(blocks)
-        self._blocks = self._blocks & now if runs else now
-        if not self._blocks:
-            self._left = []
-        elif not runs:
-            self._left = [*self._leases, *self._stores, *self._handoffs.all()]
-        return self.end_slice()
+    def _end_pins(self, extents: Sequence[Extent]) -> Operation[None]:
+        self.runs, room = True, SLICE
+        try:
+            blocks: set[Block] = set()
+            for extent in extents:
+                blocks.update(self._retiring.blocks_in(extent))
+                room -= _SLOT_COST * extent.used
+                if room <= 0:
+                    yield None
+                    room, blocks = SLICE, self._still_retiring(blocks)
+            pinning: list[BlockLease | Store | Hold] = [*self._leases, *self._stores, *self._handoffs.all()]
+            for each in pinning:
+                items = each.blocks if isinstance(each, Store) else each.items
+                if not blocks.isdisjoint(items):
+                    self._end(each, blocks)
+                room -= _COST + len(items)
+                if room <= 0:
+                    yield None
+                    room, blocks = SLICE, self._still_retiring(blocks)
+            self._drop_incomplete(blocks)
+        finally:
+            self.runs = False
 
-    def end_slice(self) -> bool:
-        """Ends a slice of the pins; returns whether any may be left."""
-        room = SLICE
-        while self._left and room > 0:
-            pinning = self._left.pop()
-            items = pinning.blocks if isinstance(pinning, Store) else pinning.items
-            room -= _COST + len(items)
-            if not self._blocks.isdisjoint(items):
-                self._end(pinning)
-        if self._blocks and not self._left:
-            self._drop_incomplete()
-            self._blocks = frozenset()
-        return bool(self._left)
+    def _still_retiring(self, blocks: Collection[Block]) -> set[Block]:
+        """Returns those of these blocks whose extents have not stayed with their class."""
+        return {block for block in blocks if self._retiring.retires(block)}
 
-    def _end(self, pinning: BlockLease | Store | Hold) -> None:
+    def _end(self, pinning: BlockLease | Store | Hold, blocks: Collection[Block]) -> None:
         if isinstance(pinning, BlockLease):
             if self._leases.is_open(pinning):
                 self._end_leases([pinning])
         elif isinstance(pinning, Hold):
-            self._handoffs.give_up(pinning, self._blocks)
+            self._handoffs.give_up(pinning, blocks)
         elif self._stores.is_open(pinning) and pinning.failed is None:
             self._abandon(pinning)
 
-    def _drop_incomplete(self) -> None:
+    def _drop_incomplete(self, blocks: Collection[Block]) -> None:
         """Removes blocks that lack a part, and are not written or loaded, from the index."""
-        blocks = [block for block in self._blocks if block.pins and not block.ready and not block.pending]
-        blocks = sorted((block for block in blocks if not block.invalidated), key=lambda block: block.name)
-        for block in blocks:
+        incomplete = [block for block in blocks if block.pins and not block.ready and not block.pending]
+        incomplete = sorted((block for block in incomplete if not block.invalidated), key=lambda block: block.name)
+        for block in incomplete:
             self._cpu_tier.unlink(block)
-        self._settle(blocks)
+        self._settle(incomplete)

@@ -180,7 +180,7 @@ class CoreParts:
             continue_if=self._sliced_work.continue_if,
         )
 
-        overdue = self._overdue_pins = OverduePins(
+        self._overdue_pins = OverduePins(
             cpu_tier=self._cpu_tier,
             leases=self._lookups.leases,
             stores=self._stores.table,
@@ -188,8 +188,8 @@ class CoreParts:
             settle=self._completions.settle,
             end_leases=self._end_leases,
             abandon=self._end_store,
+            perform=self._sliced_work.perform,
         )
-        self._sliced_work.overdue_pins = overdue.end_slice
 
         self.store_of_grant, self.is_quarantined = self._stores.table.by_grant.get, self._stores.table.is_quarantined
 

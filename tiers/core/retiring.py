@@ -101,7 +101,7 @@ class RetiringExtents:
         if not self._left and self._wanted:
             self._begin(*self._wanted.popitem())
         blocks = [self._left.popitem()[0] for _ in range(min(SLICE, len(self._left)))]
-        self._clear([block for block in blocks if self._is_in_one(block)])
+        self._clear([block for block in blocks if self.retires(block)])
         return self.has_work
 
     def _begin(self, tenant: bytes, wanted: tuple[TenantShare, int]) -> None:
@@ -111,18 +111,17 @@ class RetiringExtents:
         elif self._may_begin(tenant):
             self._all[extent] = _Retirement(extent, wanted[1], tenant, self._now)
             self._memory.retire(extent, wanted[1])
-            self._left = dict.fromkeys(self._blocks_in(extent))
+            self._left = dict.fromkeys(self.blocks_in(extent))
 
     def unpinned(self, blocks: Iterable[Block]) -> None:
         """Called after pins of blocks have ended: their writes and loads may have ended, too."""
         different = dict.fromkeys(blocks)  # a hold may have pinned a block twice
-        self._clear([block for block in different if block not in self._left and self._is_in_one(block)])
+        self._clear([block for block in different if block not in self._left and self.retires(block)])
 
-    def tick(self, now: float) -> list[Block]:
-        """Ends retirements; returns the blocks whose pins must be ended."""
+    def tick(self, now: float) -> None:
+        """Ends retirements."""
         self._now = now
         self._in_vain.clear()
-        overdue: dict[Block, None] = {}
         for each in list(self._all.values()):
             extent, age = each.extent, now - each.begun_at
             if not extent.next_class:
@@ -133,10 +132,23 @@ class RetiringExtents:
             elif age >= 2 * GRACE_SECONDS or (age >= GRACE_SECONDS and not each.is_wanted):
                 del self._all[extent]
                 self._memory.restore(extent)
-            elif age >= GRACE_SECONDS and not overdue:  # one extent in each tick, in turns
-                overdue = dict.fromkeys(self._blocks_in(extent))
-                self._all[extent] = self._all.pop(extent)
-        return list(overdue)
+
+    def overdue(self) -> list[Extent]:
+        """Returns the extents whose pins must be ended."""
+        return [
+            each.extent
+            for each in self._all.values()
+            if each.extent.next_class and self._now - each.begun_at >= GRACE_SECONDS
+        ]
+
+    def blocks_in(self, extent: Extent) -> list[Block]:
+        """Returns the blocks with a slot in an extent."""
+        owners = map(self._owner_of, sorted(self._memory.in_use(extent)))
+        return [block for block in dict.fromkeys(owners) if block is not None]
+
+    def retires(self, block: Block) -> bool:
+        """Whether a slot of a block is in a retiring extent."""
+        return any(slot is not None and self._memory.extent_at(slot).next_class for slot in block.slots)
 
     def _may_begin(self, tenant: bytes) -> bool:
         if tenant in self._in_vain:
@@ -149,10 +161,3 @@ class RetiringExtents:
         """Evicts blocks. A block that is being written or loaded stays until that has ended."""
         self._evict([block for block in blocks if not block.pins])
         self._evict_pinned([block for block in blocks if block.pins and block.ready and not block.invalidated])
-
-    def _blocks_in(self, extent: Extent) -> list[Block]:
-        owners = map(self._owner_of, sorted(self._memory.in_use(extent)))
-        return [block for block in dict.fromkeys(owners) if block is not None]
-
-    def _is_in_one(self, block: Block) -> bool:
-        return any(slot is not None and self._memory.extent_at(slot).next_class for slot in block.slots)

@@ -48,7 +48,7 @@ class UnpinQueue:
         self._entries: dict[bytes, list[_Entry]] = {}
         """Per tenant, the next one first."""
         self._latest: bytes | None = None
-        """Tenant of the latest entry."""
+        """Tenant of the latest blocks; None if there were none."""
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -59,13 +59,20 @@ class UnpinQueue:
         `cost`: of each block.
         """
         first = next((block for block in blocks if block is not None), None)
-        if first is not None:
-            self._latest = tenant_of(first.namespace)
+        self._latest = None if first is None else tenant_of(first.namespace)
+        if self._latest is not None:
             self._entries.setdefault(self._latest, []).append(_Entry(remove, blocks, len(blocks), cost))
 
     def start(self) -> None:
-        """Removes a slice of the pins of the latest entry's tenant now, and the others later."""
+        """Removes a slice of the pins of the latest blocks' tenant now, and the others later."""
         self._continue_if(self._unpin(self._latest))
+
+    def unpin_first(self, tenant: bytes) -> bool:
+        """Removes a slice of the pins of a tenant; returns False if the tenant has none here."""
+        if tenant not in self._entries:
+            return False
+        self._continue_if(self._unpin(tenant))
+        return True
 
     def unpin_slice(self) -> bool:
         """Removes a slice of the pins; returns whether pins are left."""
@@ -113,8 +120,6 @@ class IncrementalWork:
         self.unpins = UnpinQueue(self.continue_if)
         self.hold_unpins = UnpinQueue(self.continue_if)
         """Those of ended holds. A publication that lacks room waits only for these."""
-        self.overdue_pins: Callable[[], bool] = bool
-        """Ends a slice of the pins in retiring extents; returns whether any may be left."""
         self._operations: list[Operation[Any]] = []
         self._commands = commands
         self._continue_requested = False
@@ -125,19 +130,20 @@ class IncrementalWork:
             self._commands.append(ContinueWork())
 
     def perform(self, operation: Operation[Any]) -> None:
-        """Performs an operation that no call waits for, and that waits for nothing."""
+        """Performs an operation that no call waits for, and that waits for nothing.
+
+        The first slice runs now, the others run later.
+        """
+        try:
+            next(operation)
+        except StopIteration:
+            return
         self._operations.append(operation)
         self.continue_if(True)
 
     def _operation_slice(self) -> bool:
         if self._operations:
-            operation = self._operations.pop(0)
-            try:
-                next(operation)
-            except StopIteration:
-                pass
-            else:
-                self._operations.append(operation)
+            self.perform(self._operations.pop(0))
         return bool(self._operations)
 
     def work(self, now: float) -> None:
@@ -153,7 +159,6 @@ class IncrementalWork:
             self._cpu_tier.reset_slice,
             self.unpins.unpin_slice,
             self.hold_unpins.unpin_slice,
-            self.overdue_pins,
             self._operation_slice,
             partial(self._drop_expired, now),
         )

@@ -49,6 +49,16 @@ def work(rig: Rig, action: Operation[ActionCounts]) -> ActionCounts:
     return steps.answer
 
 
+def work_off(rig: Rig) -> None:
+    while ContinueWork() in rig.core.take_commands():
+        rig.core.work()
+
+
+def retained(rig: Rig, conversation: Conversation) -> list[int]:
+    """Returns the number of retained blocks in each tier."""
+    return [tier.retained for tier in run_to_end(rig.core.use_of_conversation(conversation))]
+
+
 def flood(rig: Rig) -> None:
     rig.store("alice", range(1000, 1640))
 
@@ -337,10 +347,8 @@ def test_a_cancelled_pin_leaves_no_pinned_block(
     for _ in range(steps):
         assert pin.step()
     pin.operation.close()
-    while ContinueWork() in rig.core.take_commands():
-        rig.core.work()
-    retained = [tier.retained for tier in run_to_end(rig.core.use_of_conversation(conversation))]
-    assert retained == ([12, 12] if was_pinned else [0, 0])
+    work_off(rig)
+    assert retained(rig, conversation) == ([12, 12] if was_pinned else [0, 0])
     assert (conversation.pinned, conversation.retain_until > 0) == (was_pinned, was_pinned)
 
 
@@ -353,8 +361,48 @@ def test_a_cancelled_pin_of_keys_unpins_only_what_it_has_pinned(monkeypatch: pyt
     pin = Steps(rig.core.act_on_keys(BlockAction.PIN, [(namespace, names)]))
     for _ in range(6):
         assert pin.step()
-    assert run_to_end(rig.core.use_of_conversation(conversation))[0].retained > 2
+    assert min(retained(rig, conversation)) > 2
     pin.operation.close()
-    while ContinueWork() in rig.core.take_commands():
-        rig.core.work()
-    assert [tier.retained for tier in run_to_end(rig.core.use_of_conversation(conversation))] == [2, 2]
+    work_off(rig)
+    assert retained(rig, conversation) == [2, 2]
+
+
+def cancel_pin(rig: Rig, conversation: Conversation) -> None:
+    """Pins most blocks of a conversation, and cancels the action."""
+    pin = Steps(rig.core.act_on_conversations(BlockAction.PIN, [conversation]))
+    for _ in range(6):
+        assert pin.step()
+    assert min(retained(rig, conversation)) >= 8
+    pin.operation.close()
+
+
+@pytest.mark.parametrize("seconds", [50, 70])
+def test_a_cancelled_pin_keeps_an_earlier_retention(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """It lasts 60 s, for the blocks and for those of later requests."""
+    monkeypatch.setattr(conversation_tasks, "SLICE", 4)
+    rig = disk_rig()
+    conversation = store(rig, "chat", range(12))
+    work(rig, rig.core.act_on_conversations(BlockAction.RETAIN, [conversation], seconds=60))
+    cancel_pin(rig, conversation)
+    work_off(rig)
+    assert conversation.retain_until == 60
+    rig.core.tick(seconds)
+    work_off(rig)
+    assert retained(rig, conversation) == ([12, 12] if seconds < 60 else [0, 0])
+
+
+@pytest.mark.parametrize("action", [BlockAction.PIN, BlockAction.RETAIN])
+def test_an_action_after_a_cancelled_pin_applies(monkeypatch: pytest.MonkeyPatch, action: BlockAction) -> None:
+    """It begins before the core has ended what the cancelled one retained."""
+    monkeypatch.setattr(conversation_tasks, "SLICE", 4)
+    rig = disk_rig()
+    conversation = store(rig, "chat", range(12))
+    cancel_pin(rig, conversation)
+    steps = Steps(rig.core.act_on_conversations(action, [conversation], seconds=60))
+    while steps.step():
+        pass
+    work_off(rig)
+    assert retained(rig, conversation) == [12, 12]
+    rig.core.tick(70)
+    work_off(rig)
+    assert retained(rig, conversation) == ([12, 12] if action is BlockAction.PIN else [0, 0])

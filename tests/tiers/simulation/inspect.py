@@ -57,7 +57,7 @@ class CoreView:
         """When each extent that retires, or has retired a short time ago, began to."""
         self.classes = classes(core)
         """Size class of each extent."""
-        self.is_ending_pins = bool(core._overdue_pins._left)
+        self.is_ending_pins = core._overdue_pins.runs
         """Whether the core still searches for pins in retiring extents."""
         self.extents = {block: {slot // EXTENT for slot in block.slots if slot is not None} for block in self.blocks}
         """Numbers of the extents in which each block has slots."""
@@ -151,7 +151,7 @@ def invalidated(core: TierManager) -> list[Block]:
     """Returns the blocks that a reset has removed from the index and that still exist."""
     indexes = core._cpu_tier._index
     found = [block for namespace in indexes._invalidated for block in unswept(core, namespace)]
-    found += chain.from_iterable(indexes._unlinked.values())
+    found += chain.from_iterable([*indexes._reset.values(), *indexes._unlinked.values()])
     return sorted(found, key=lambda block: (block.namespace, block.key))
 
 
@@ -447,7 +447,8 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "parked blocks": core._requests._waiting,
         "jobs": core._transfers._jobs,
         "questions": core._transfers.residency._queries,
-        "blocks of a reset": core._cpu_tier._index._unlinked,
+        "blocks of a reset": core._cpu_tier._index._reset,
+        "pinned blocks in no index": core._cpu_tier._index._unlinked,
         "indexes of a reset": core._cpu_tier._index._invalidated,
         "holds": core._handoffs._table._holds,
         "holds by tenant": core._handoffs._table._per_tenant,
@@ -457,7 +458,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "blocks set aside": core._cpu_tier.queues._protected,
         "held bytes": core._handoffs.held_bytes,
         "wanted extents": core._cpu_tier.retiring.has_work,
-        "overdue pins": core._overdue_pins._blocks,
+        "overdue pins": core._overdue_pins.runs,
     }
     for secondary in secondaries(core):
         found[f"{secondary.tier.name}: queue"] = secondary.write_back_queue

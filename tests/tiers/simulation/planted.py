@@ -834,7 +834,7 @@ MUTANTS = (
         "leases in a retiring extent end at once",
         Invariant.OWNERS,
         "core/retiring.py",
-        "            elif age >= GRACE_SECONDS:\n",
-        "            else:\n",
+        " and self._now - each.begun_at >= GRACE_SECONDS]",
+        "]",
     ),
 )
