@@ -181,8 +181,8 @@ def _startable_in_child(most: int) -> int:
     if not pid:
         signal.alarm(_PROBE_SECONDS)  # `start` waits for ever for a thread without memory
         try:
-            # The interpreter prints a traceback for a thread whose first steps find no memory.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            # Else the interpreter prints a traceback for a thread whose first steps find no memory.
+            sys.stderr = None
             os.write(writer, b"%d" % _startable(most))
         finally:
             os._exit(0)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +29,7 @@ def insecure(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
 def _output(script: str, *arguments: str) -> tuple[dict[str, Any], str]:
     """Runs a script beside this file; returns the JSON that it prints, and its errors."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_TESTS), *sys.path])}
-    run = partial(
-        subprocess.run,
+    done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", str(Path(__file__).with_name(script)), *arguments],
         capture_output=True,
         text=True,
@@ -40,9 +37,6 @@ def _output(script: str, *arguments: str) -> tuple[dict[str, Any], str]:
         check=False,
         env=environment,
     )
-    done = run()
-    if done.returncode == -signal.SIGSEGV and "grpc" in arguments:
-        done = run()  # gRPC does not support a fork while its threads run, and can crash in it
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1]), done.stderr[-3000:]
 
