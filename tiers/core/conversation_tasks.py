@@ -119,9 +119,9 @@ class ConversationTasks:
         """Acts on the blocks of conversations. Blocks of later requests are retained, too.
 
         Of pinned conversations only RETAIN, PIN and UNPIN change blocks. If the operation ends
-        early, the blocks of the earlier slices stay changed, but those of a PIN are retained as long
-        as before, because no record would show them. `seconds`: retention by RETAIN. Raises
-        RetentionFull, before any change, if the blocks to retain exceed the budget.
+        early, the blocks of the earlier slices stay changed, but a PIN is undone, because no record
+        would show it. `seconds`: retention by RETAIN. Raises RetentionFull, before any change, if
+        the blocks to retain exceed the budget.
         """
         acts_on_pinned = action in _RETAINING or action is BlockAction.UNPIN
         spared = [] if acts_on_pinned else [each for each in conversations if each.pinned]
