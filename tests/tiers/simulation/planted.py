@@ -834,7 +834,7 @@ MUTANTS = (
         "leases in a retiring extent end at once",
         Invariant.OWNERS,
         "core/retiring.py",
-        " and self._now - each.begun_at >= GRACE_SECONDS]",
-        "]",
+        " and self._now - each.begun_at >= GRACE_SECONDS\n",
+        "\n",
     ),
 )
