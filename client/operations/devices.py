@@ -74,7 +74,7 @@ class DeviceOperations(LookupOperations):
                     store_id=answer.store_id,
                     blocks=[blocks[number] for number in wanted],
                     after=event,
-                    give_up_at_nanoseconds=self._give_up_at(),
+                    deadline_nanoseconds=self._deadline(),
                 )
                 yield from self._move(session, "TransferService/StoreFromDevice", request)
             except BaseException as error:
@@ -118,7 +118,7 @@ class DeviceOperations(LookupOperations):
             items=items,
             blocks=blocks,
             after=event,
-            give_up_at_nanoseconds=self._give_up_at(),
+            deadline_nanoseconds=self._deadline(),
         )
         try:
             yield from self._move(session, "TransferService/LoadToDevice", request)
@@ -126,7 +126,7 @@ class DeviceOperations(LookupOperations):
             if not (isinstance(error, KVTierError) and error.reason):
                 # The server may still write to the blocks. So this operation raises only after the
                 # deadline, when the server has stopped.
-                over = request.give_up_at_nanoseconds / 1e9 + _SETTLE_SECONDS
+                over = request.deadline_nanoseconds / 1e9 + _SETTLE_SECONDS
                 yield Copy(lambda: time.sleep(max(0.0, over - time.monotonic())))
             raise
         confirm = cache_pb2.CompleteLoadRequest(session=session.ref, lease_id=lease_id)
@@ -183,7 +183,7 @@ class DeviceOperations(LookupOperations):
         yield Copy(after.wait)
         return None
 
-    def _give_up_at(self) -> int:
+    def _deadline(self) -> int:
         return time.monotonic_ns() + int(self._timeouts.device * 1e9)
 
     def _move(self, session: ClientSession, method: str, request: Any) -> Operation[None]:

@@ -311,9 +311,9 @@ class HostStream:
         self._thread = threading.Thread(target=self._work, name="kvtier-host-stream", daemon=True)
         self._thread.start()
 
-    def submit(self, action: Callable[[], None], give_up: Callable[[], None] = lambda: None) -> None:
-        """Runs ``action`` after all earlier actions, or ``give_up`` if one of these has failed."""
-        self._todo.put((action, give_up))
+    def submit(self, action: Callable[[], None], on_failure: Callable[[], None] = lambda: None) -> None:
+        """Runs ``action`` after all earlier actions, or ``on_failure`` if one of these has failed."""
+        self._todo.put((action, on_failure))
 
     def end(self) -> None:
         """Ends the thread after all submitted actions; does not wait."""
@@ -329,13 +329,13 @@ class HostStream:
     def _work(self) -> None:
         has_failed = False
         while (todo := self._todo.get()) is not None:
-            action, give_up = todo
+            action, on_failure = todo
             if has_failed:
-                give_up()
+                on_failure()
                 continue
             try:
                 action()
             except Exception as error:  # noqa: BLE001  every error breaks the context
                 has_failed = True
-                give_up()
+                on_failure()
                 self._failed(error)

@@ -118,22 +118,22 @@ class UnregisterDeviceBuffersResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StoreFromDeviceRequest(_message.Message):
-    __slots__ = ("session", "buffers_id", "store_id", "blocks", "items", "after", "give_up_at_nanoseconds")
+    __slots__ = ("session", "buffers_id", "store_id", "blocks", "items", "after", "deadline_nanoseconds")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_ID_FIELD_NUMBER: _ClassVar[int]
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
-    GIVE_UP_AT_NANOSECONDS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_NANOSECONDS_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     buffers_id: int
     store_id: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
     items: _containers.RepeatedScalarFieldContainer[int]
     after: _devices_pb2.DeviceAfter
-    give_up_at_nanoseconds: int
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., buffers_id: _Optional[int] = ..., store_id: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., items: _Optional[_Iterable[int]] = ..., after: _Optional[_Union[_devices_pb2.DeviceAfter, _Mapping]] = ..., give_up_at_nanoseconds: _Optional[int] = ...) -> None: ...
+    deadline_nanoseconds: int
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., buffers_id: _Optional[int] = ..., store_id: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., items: _Optional[_Iterable[int]] = ..., after: _Optional[_Union[_devices_pb2.DeviceAfter, _Mapping]] = ..., deadline_nanoseconds: _Optional[int] = ...) -> None: ...
 
 class StoreFromDeviceResponse(_message.Message):
     __slots__ = ("moved_bytes",)
@@ -142,22 +142,22 @@ class StoreFromDeviceResponse(_message.Message):
     def __init__(self, moved_bytes: _Optional[int] = ...) -> None: ...
 
 class LoadToDeviceRequest(_message.Message):
-    __slots__ = ("session", "buffers_id", "lease_id", "items", "blocks", "after", "give_up_at_nanoseconds")
+    __slots__ = ("session", "buffers_id", "lease_id", "items", "blocks", "after", "deadline_nanoseconds")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
-    GIVE_UP_AT_NANOSECONDS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_NANOSECONDS_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     buffers_id: int
     lease_id: int
     items: _containers.RepeatedScalarFieldContainer[int]
     blocks: _containers.RepeatedScalarFieldContainer[int]
     after: _devices_pb2.DeviceAfter
-    give_up_at_nanoseconds: int
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., buffers_id: _Optional[int] = ..., lease_id: _Optional[int] = ..., items: _Optional[_Iterable[int]] = ..., blocks: _Optional[_Iterable[int]] = ..., after: _Optional[_Union[_devices_pb2.DeviceAfter, _Mapping]] = ..., give_up_at_nanoseconds: _Optional[int] = ...) -> None: ...
+    deadline_nanoseconds: int
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., buffers_id: _Optional[int] = ..., lease_id: _Optional[int] = ..., items: _Optional[_Iterable[int]] = ..., blocks: _Optional[_Iterable[int]] = ..., after: _Optional[_Union[_devices_pb2.DeviceAfter, _Mapping]] = ..., deadline_nanoseconds: _Optional[int] = ...) -> None: ...
 
 class LoadToDeviceResponse(_message.Message):
     __slots__ = ("moved_bytes",)

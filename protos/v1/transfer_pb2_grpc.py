@@ -167,7 +167,7 @@ class TransferServiceServicer(object):
         Afterwards the client calls CompleteLoad.
 
         If the client cancels the call or loses the connection, the content of the blocks is undefined.
-        From one second after `give_up_at_nanoseconds` on, the server does not write to these blocks.
+        From one second after `deadline_nanoseconds` on, the server does not write to these blocks.
 
         Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), INVALID_ARGUMENT (a block or
         item does not exist or occurs twice, or an item was a miss), DEVICE_LOST (register again; a

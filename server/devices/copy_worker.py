@@ -109,7 +109,7 @@ class CopyWorker:
         answer = {"op": "done", "copy": header["copy"]}
 
         def cancelled() -> bool:
-            return header["copy"] in engine.cancelled or time.monotonic_ns() >= header["give_up_at"]
+            return header["copy"] in engine.cancelled or time.monotonic_ns() >= header["deadline"]
 
         try:
             self._move(engine.blocks, header, payload, cancelled)

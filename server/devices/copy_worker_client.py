@@ -37,7 +37,7 @@ _CLOSE_SECONDS = 5.0
 class CopyPlan:
     """Blocks by group, and the offsets of their slots in the region.
 
-    ``out`` means from the device to the slots. No copy begins after ``give_up_at``, in nanoseconds
+    ``out`` means from the device to the slots. No copy begins after ``deadline``, in nanoseconds
     of the host's monotonic clock.
     """
 
@@ -45,7 +45,7 @@ class CopyPlan:
     groups: Groups
     nbytes: int
     after_event: int | None
-    give_up_at: int
+    deadline: int
 
 
 class CopyWorkerClient:
@@ -91,10 +91,10 @@ class CopyWorkerClient:
             "copy": number,
             "out": plan.out,
             "after": plan.after_event,
-            "give_up_at": plan.give_up_at,
+            "deadline": plan.deadline,
             "groups": groups,
         }
-        seconds = max(0.0, (plan.give_up_at - time.monotonic_ns()) / 1e9) + _OVERDUE_SECONDS
+        seconds = max(0.0, (plan.deadline - time.monotonic_ns()) / 1e9) + _OVERDUE_SECONDS
         answer = await self._request(child, ("done", number), header, payload, seconds=seconds)
         if "cause" in answer:
             raise Refused("DEVICE_LOST", f"{answer['cause']}: {answer['message']}")

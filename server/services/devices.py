@@ -151,7 +151,7 @@ class DeviceCopyCalls:
         for group, (ids, _) in groups.items():
             _check_blocks(ids, group, registration.num_blocks(group))
         nbytes = sum(part.part_bytes for part in parts)
-        return CopyPlan(out, groups, nbytes, _event_of(request, registration), _give_up_at(request))
+        return CopyPlan(out, groups, nbytes, _event_of(request, registration), _deadline_of(request))
 
 
 def add_device_calls(calls: DeviceCopyCalls, server: Any) -> None:
@@ -196,7 +196,7 @@ def _event_of(
     return request.after.event_index
 
 
-def _give_up_at(request: transfer_pb2.StoreFromDeviceRequest | transfer_pb2.LoadToDeviceRequest) -> int:
+def _deadline_of(request: transfer_pb2.StoreFromDeviceRequest | transfer_pb2.LoadToDeviceRequest) -> int:
     """Returns the time until which copies may begin, in nanoseconds of the monotonic clock."""
     latest = time.monotonic_ns() + _LONGEST_NANOSECONDS
-    return min(request.give_up_at_nanoseconds or latest, latest)
+    return min(request.deadline_nanoseconds or latest, latest)

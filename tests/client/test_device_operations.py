@@ -102,8 +102,8 @@ def test_a_store_moves_the_granted_blocks(script: Script) -> None:
     _, prepare, move, complete = script.effects
     assert (prepare.request.request_id, prepare.request.retain_for.seconds) == ("r", 4)
     deadline = before + int(TIMEOUTS.device * 1e9)
-    assert deadline <= move.request.give_up_at_nanoseconds <= deadline + time.monotonic_ns() - before
-    move.request.give_up_at_nanoseconds = 0
+    assert deadline <= move.request.deadline_nanoseconds <= deadline + time.monotonic_ns() - before
+    move.request.deadline_nanoseconds = 0
     assert move == Call(
         "TransferService/StoreFromDevice",
         transfer_pb2.StoreFromDeviceRequest(
@@ -128,8 +128,8 @@ def test_a_load_moves_the_leading_hits(script: Script) -> None:
     _, lookup, move, confirm, release = script.effects
     assert (lookup.request.request_id, lookup.request.wait.seconds, lookup.request.want_slots) == ("r", 5, False)
     assert lookup.request.mode != cache_pb2.LOOKUP_MODE_EACH
-    assert move.request.give_up_at_nanoseconds
-    move.request.give_up_at_nanoseconds = 0
+    assert move.request.deadline_nanoseconds
+    move.request.deadline_nanoseconds = 0
     assert move.request == transfer_pb2.LoadToDeviceRequest(
         session=script.session.ref, buffers_id=9, lease_id=5, items=[0, 1], blocks=[7, 8]
     )

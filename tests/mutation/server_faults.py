@@ -107,8 +107,8 @@ SERVER_FAULTS = (
     Fault(
         "a client may set any deadline for copies",
         _DEVICES,
-        "return min(request.give_up_at_nanoseconds or latest, latest)",
-        "return request.give_up_at_nanoseconds or latest",
+        "return min(request.deadline_nanoseconds or latest, latest)",
+        "return request.deadline_nanoseconds or latest",
     ),
     Fault(
         "an unfinished eviction continues after its call",
@@ -253,7 +253,7 @@ SERVER_FAULTS = (
     Fault(
         "copies begin after their deadline",
         _WORKER,
-        'return header["copy"] in engine.cancelled or time.monotonic_ns() >= header["give_up_at"]',
+        'return header["copy"] in engine.cancelled or time.monotonic_ns() >= header["deadline"]',
         'return header["copy"] in engine.cancelled',
     ),
     Fault("registrations outlive their copy worker", _WORKER_CLIENT, "        self._on_ended()\n", ""),

@@ -328,11 +328,13 @@ class HandoffHandler:
             self._stats[hold.direction].expired += 1
             self._end(hold, HoldEnd.EXPIRED, now)
 
-    def give_up(self, hold: Hold, blocks: Collection[Block]) -> None:
-        """Gives up those of these blocks that are ready, if the hold is open."""
+    def release_blocks(self, hold: Hold, blocks: Collection[Block]) -> None:
+        """Ends the pins of those of these blocks that are ready, if the hold is open."""
         if self._table.get(hold.name) is hold:
             items = enumerate(hold.items)
-            self._table.give_up(hold, [item for item, block in items if block and block in blocks and block.ready])
+            self._table.release_blocks(
+                hold, [item for item, block in items if block and block in blocks and block.ready]
+            )
 
     def reset(self, namespace: NamespaceId, now: float) -> None:
         """Ends all holds of a namespace. Called before the CPU tier drops the blocks.

@@ -176,7 +176,7 @@ class HoldTable:
             if block is None or block.ready:
                 continue
             if block.invalidated and not block.pending:
-                self.give_up(hold, [item])
+                self.release_blocks(hold, [item])
             else:
                 hold.awaited += 1
                 self._items[hold.tenant] += PENDING_COST
@@ -216,7 +216,7 @@ class HoldTable:
             items = waiting.pop(hold)
             self.stop_awaiting(hold, len(items))
             if not block.ready:
-                self.give_up(hold, items)
+                self.release_blocks(hold, items)
         if not waiting:
             self._waiting.pop(block, None)
         return [hold for hold in hopeless if hold.take_notice()]
@@ -232,13 +232,13 @@ class HoldTable:
             self.stop_awaiting(hold, len(items))
             if not waiting:
                 del self._waiting[block]
-            self.give_up(hold, items)
+            self.release_blocks(hold, items)
 
     def stop_awaiting(self, hold: Hold, items: int) -> None:
         hold.awaited -= items
         self._items[hold.tenant] -= PENDING_COST * items
 
-    def give_up(self, hold: Hold, items: Sequence[int]) -> None:
+    def release_blocks(self, hold: Hold, items: Sequence[int]) -> None:
         """Ends the pins of these items, which the hold does not await."""
         lost = [block for item in items if (block := hold.items[item]) is not None]
         for item in items:

@@ -90,7 +90,7 @@ class OverduePins:
             if self._leases.is_open(pinning):
                 self._end_leases([pinning])
         elif isinstance(pinning, Hold):
-            self._handoffs.give_up(pinning, blocks)
+            self._handoffs.release_blocks(pinning, blocks)
         elif self._stores.is_open(pinning) and pinning.failed is None:
             self._abandon(pinning)
 

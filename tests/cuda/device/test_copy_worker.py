@@ -36,7 +36,7 @@ async def worker(
 def copy_of(number: int, groups: dict[int, Any], **fields: Any) -> tuple[dict[str, Any], bytes]:
     """A message that copies blocks out."""
     counts, payload = pack_plan(groups)
-    header = {"op": "copy", "buffers": 1, "copy": number, "out": True, "after": None, "give_up_at": FAR}
+    header = {"op": "copy", "buffers": 1, "copy": number, "out": True, "after": None, "deadline": FAR}
     return header | {"groups": counts} | fields, payload
 
 
@@ -79,7 +79,7 @@ def test_messages_in_a_wrong_order(region: HostRegion) -> None:
         assert (await answer())["cause"] == "bad_plan"
         child.send(*copy_of(4, {1: ([0], [0])}))
         assert (await answer())["cause"] == "bad_export"
-        child.send(*copy_of(5, {0: ([0], [2 * STEP])}, give_up_at=1))
+        child.send(*copy_of(5, {0: ([0], [2 * STEP])}, deadline=1))
         assert (await answer())["cause"] == "cancelled"
         child.send(*copy_of(6, {0: ([0], [2 * STEP])}, after=0))
         assert (await answer())["cause"] == "bad_export"

@@ -18,7 +18,7 @@ from harness.server_process import MIB
 
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
 from kvtier.protos.wire.packed_keys import pack_keys
-from kvtier.server.services.devices import _give_up_at
+from kvtier.server.services.devices import _deadline_of
 
 KEYS = keys_of(BLOCKS)
 
@@ -80,7 +80,7 @@ LOADS = {
     "an item that is not there": ({"blocks": [1], "items": [9]}, "INVALID_ARGUMENT"),
     "a miss": ({"blocks": [1], "items": [2]}, "INVALID_ARGUMENT"),
     "fewer blocks than items": ({"blocks": [1], "items": [0, 1]}, "INVALID_ARGUMENT"),
-    "too late": ({"blocks": [1], "items": [0], "give_up_at_nanoseconds": 1}, "DEVICE_LOST"),
+    "too late": ({"blocks": [1], "items": [0], "deadline_nanoseconds": 1}, "DEVICE_LOST"),
 }
 
 
@@ -197,6 +197,6 @@ def test_a_copy_may_begin_within_a_minute() -> None:
     """A client may set an earlier deadline, but no later one: blocks stay pinned until then."""
     minute = 60 * 10**9
     for wanted in (0, time.monotonic_ns() + 2 * minute):
-        request = transfer_pb2.StoreFromDeviceRequest(give_up_at_nanoseconds=wanted)
-        assert time.monotonic_ns() < _give_up_at(request) <= time.monotonic_ns() + minute
-    assert _give_up_at(transfer_pb2.StoreFromDeviceRequest(give_up_at_nanoseconds=7)) == 7
+        request = transfer_pb2.StoreFromDeviceRequest(deadline_nanoseconds=wanted)
+        assert time.monotonic_ns() < _deadline_of(request) <= time.monotonic_ns() + minute
+    assert _deadline_of(transfer_pb2.StoreFromDeviceRequest(deadline_nanoseconds=7)) == 7

@@ -60,7 +60,7 @@ static void take_out(Memory *memory) {  // with the lock held
     *link = memory->next;
 }
 
-static void give_up(Memory *memory) {
+static void free_memory(Memory *memory) {
     if (memory->fd >= 0) munmap(memory->at, memory->size), close(memory->fd);
     free(memory);
 }
@@ -69,7 +69,7 @@ static void forget(Memory *memory) {
     pthread_mutex_lock(&lock);
     take_out(memory);
     pthread_mutex_unlock(&lock);
-    give_up(memory);
+    free_memory(memory);
 }
 
 static void leave(Memory *memory) {  // freed with its last user
@@ -77,7 +77,7 @@ static void leave(Memory *memory) {  // freed with its last user
     int left = --memory->users;
     if (!left) take_out(memory);
     pthread_mutex_unlock(&lock);
-    if (!left) give_up(memory);
+    if (!left) free_memory(memory);
 }
 
 static Memory *create(size_t size) {
