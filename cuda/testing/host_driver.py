@@ -312,7 +312,7 @@ class HostStream:
         self._thread.start()
 
     def submit(self, action: Callable[[], None], on_failure: Callable[[], None] = lambda: None) -> None:
-        """Runs ``action`` after all earlier actions, or ``on_failure`` if one of these has failed."""
+        """Runs ``action`` after all earlier actions, or ``on_failure`` if one has failed."""
         self._todo.put((action, on_failure))
 
     def end(self) -> None:
