@@ -70,6 +70,28 @@ def test_a_request_that_asks_for_nothing_says_nothing() -> None:
     assert client.begun == {"r": (17, {"peer": 1})}
 
 
+@pytest.mark.parametrize(
+    ("setting", "option"),
+    [
+        ({"retain_for_s": 60}, {"retain_for": 60.0}),
+        ({"retain_for_s": 0}, {"retain_for": 0.0}),
+        ({"conversation_id": "c"}, {"conversation_id": "c"}),
+        ({"exclude": ["lmdb"]}, {"exclude": TierFilter(("lmdb",))}),
+        ({"exclude_media": ["disk"]}, {"exclude": TierFilter(media=(Medium.DISK,))}),
+        ({"exclude_remote": True}, {"exclude": TierFilter(remote=True)}),
+        ({"exclude_remote": False}, {}),
+        ({"source": "host-b:7450"}, {"source": "host-b:7450"}),
+        ({"min_hit_tokens": 5}, {"min_hits": 2}),
+    ],
+    ids=str,
+)
+def test_each_setting_alone_is_passed_on(setting: dict[str, Any], option: dict[str, Any]) -> None:
+    """A setting has an effect without the others."""
+    client = FakeClient(set(KEYS[:2]))
+    assert _run(client, setting) == (8, KEYS[2:4])
+    assert client.options == [option]
+
+
 @pytest.mark.parametrize(("least", "hit"), [(8, 8), (9, 0), (400, 0)])
 def test_a_hit_that_is_too_short_is_not_loaded(least: int, hit: int) -> None:
     """A short hit is released; its blocks are computed, and stored if missing."""
