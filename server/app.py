@@ -38,7 +38,7 @@ from .startup import (
     start_publisher,
 )
 from .telemetry.downgrades import Downgrades
-from .telemetry.health import Health
+from .telemetry.grpc_health import Health
 from .telemetry.logs import get_logger
 from .telemetry.loop_lag import LoopLag, watch_loop
 

@@ -68,7 +68,7 @@ from .services.long_calls import LongCalls
 from .services.session import SessionService
 from .services.transfer import TransferService
 from .telemetry.downgrades import Downgrades
-from .telemetry.health import Health
+from .telemetry.grpc_health import Health
 from .telemetry.http import MetricsServer, MetricsServerError, OnceASecond, on_loop
 from .telemetry.logs import get_logger
 from .telemetry.metrics import Metrics

@@ -47,7 +47,7 @@ SMALL_FILES = {
     "/server/commands/*.py": "one module per command, imported by name when the command runs",
     "/server/process/gc_tuning.py": "a dependency of its own: the garbage collector",
     "/server/process/systemd.py": "a dependency of its own: systemd's notify socket",
-    "/server/telemetry/health.py": "a dependency of its own: grpc_health",
+    "/server/telemetry/grpc_health.py": "a dependency of its own: grpc_health",
     "/client/engines/*/config.py": "the same role has the same name in each adapter",
     "/client/engines/*/layout.py": "the same role has the same name in each adapter",
     "/client/engines/vllm/sleep.py": "a dependency of its own: vLLM's sleep mode",

@@ -26,7 +26,8 @@ from kvtier.client.engines.failures import Unsupported
 from kvtier.client.engines.vllm.compat import release_of
 from kvtier.client.engines.vllm.groups import resolve_geometry
 from kvtier.client.engines.vllm.ranks import parts_of
-from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmBlockPool, VllmRequest
+from kvtier.client.engines.vllm.scheduler.block_pool import VllmBlockPool
+from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmRequest
 from kvtier.client.offload import BlockTables, CacheGeometry, CacheGroupKind, PrefixHit
 from kvtier.client.offload.loads import lacks_blocks, plan_reads
 from kvtier.client.offload.saves import SavePlanner, SaveProgress

@@ -319,7 +319,7 @@ SERVER_FAULTS = (
     ),
     Fault(
         "a server without memory is healthy",
-        "server/telemetry/health.py",
+        "server/telemetry/grpc_health.py",
         "works = stats.tiers[0].available_bytes > 0",
         "works = True",
     ),

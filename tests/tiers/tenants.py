@@ -111,7 +111,7 @@ class Rig:
         return {key for key, block in self.core._cpu_tier.blocks_of(spec(tenant).id).items() if block.ready}
 
     def below(self, tenant: str, tier: int = 0) -> set[bytes]:
-        return set(self.core._transfers.secondaries[tier].catalog._entries.get(spec(tenant).id, ()))
+        return set(self.core._tier_jobs.secondaries[tier].catalog._entries.get(spec(tenant).id, ()))
 
     def share(self, tenant: str) -> TenantShare:
         return self.core._cpu_tier.queues.shares.of(spec(tenant).id)

@@ -34,7 +34,7 @@ def test_every_bug_can_still_be_planted(mutant: Mutant) -> None:
 def test_a_bug_that_cannot_be_planted_is_an_error() -> None:
     """It is never skipped silently."""
     with pytest.raises(CannotPlantError):
-        mutated(Mutant("nothing", Invariant.SLOTS, "core/transfers.py", "no such text", ""))
+        mutated(Mutant("nothing", Invariant.SLOTS, "core/tier_jobs.py", "no such text", ""))
 
 
 def test_every_invariant_has_a_bug_planted_for_it() -> None:

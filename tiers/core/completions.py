@@ -16,7 +16,7 @@ from .handoffs import HandoffHandler
 from .lookups import LookupHandler
 from .operations import Operation
 from .requests import RequestTable
-from .transfers import JobKind, TransferScheduler
+from .tier_jobs import JobKind, TierJobs
 
 __all__ = ["CompletionHandler", "Durability"]
 
@@ -28,10 +28,10 @@ _ANSWER_SLICE = 2048
 class Durability:
     """Tells which blocks a durable tier has or is storing; starts missing stores."""
 
-    def __init__(self, cpu_tier: CpuTier, transfers: TransferScheduler) -> None:
+    def __init__(self, cpu_tier: CpuTier, tier_jobs: TierJobs) -> None:
         self._cpu_tier = cpu_tier
-        self._transfers = transfers
-        self._residency = transfers.residency
+        self._tier_jobs = tier_jobs
+        self._residency = tier_jobs.residency
 
     def flush(
         self,
@@ -101,7 +101,7 @@ class Durability:
             for key in keys
             if (block := blocks.get(key)) and block.ready and not self._residency.is_becoming_durable(namespace, key)
         ]
-        self._transfers.cascade(waiting, None, even_if_busy=True)
+        self._tier_jobs.cascade(waiting, None, even_if_busy=True)
 
     def store_skipped(self) -> None:
         """Stores the blocks whose earlier store in a tier failed or found the queue full.
@@ -109,11 +109,11 @@ class Durability:
         The most recently used blocks are stored first. Blocks that a tier has evicted are not
         stored again, because they would displace the current blocks of the tier.
         """
-        self._transfers.cascade(self._cpu_tier.skipped_blocks(), None, even_if_busy=True)
+        self._tier_jobs.cascade(self._cpu_tier.skipped_blocks(), None, even_if_busy=True)
 
     def flush_queues(self) -> None:
         """Starts the stores that wait for more blocks."""
-        self._transfers.flush_queues()
+        self._tier_jobs.flush_queues()
 
     def of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
         if self._residency.is_durable(namespace, key):
@@ -129,7 +129,7 @@ class CompletionHandler:
         self,
         *,
         cpu_tier: CpuTier,
-        transfers: TransferScheduler,
+        tier_jobs: TierJobs,
         requests: RequestTable,
         lookups: LookupHandler,
         handoffs: HandoffHandler,
@@ -137,7 +137,7 @@ class CompletionHandler:
         commands: list[Command],
     ) -> None:
         self._cpu_tier = cpu_tier
-        self._transfers = transfers
+        self._tier_jobs = tier_jobs
         self._requests = requests
         self._lookups = lookups
         self._handoffs = handoffs
@@ -156,13 +156,13 @@ class CompletionHandler:
             self._handoffs.settle(block)
             for request in self._requests.settled(block):
                 if block.ready:
-                    self._transfers.cascade_for(request, [block])
+                    self._tier_jobs.cascade_for(request, [block])
                 else:
                     request.incomplete += 1
                 self._requests.end_if_settled(request)
 
     def job_finished(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
-        finished = self._transfers.finish(job_id, outcomes)
+        finished = self._tier_jobs.finish(job_id, outcomes)
         if finished is None:
             return
         for request in finished.acknowledged:
@@ -183,7 +183,7 @@ class CompletionHandler:
 
     def tier_stalled(self, tier: int, *, stalled: bool) -> None:
         """Called when a tier stalls or recovers. Clients do not wait for loads of a stalled one."""
-        change = self._transfers.stall(tier, stalled=stalled)
+        change = self._tier_jobs.stall(tier, stalled=stalled)
         for block in change.abandoned:
             self._history.record(block.namespace, block.key, MissReason.LOAD_FAILED)
             block.promoting = False
@@ -192,4 +192,4 @@ class CompletionHandler:
         for request in change.acknowledged:
             self._requests.end_if_settled(request)
         if change.is_back:
-            self._transfers.replay_skipped(tier, self._cpu_tier.skipped_blocks())
+            self._tier_jobs.replay_skipped(tier, self._cpu_tier.skipped_blocks())

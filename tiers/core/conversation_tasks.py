@@ -19,7 +19,7 @@ from .bulk_eviction import SecondaryTierSource
 from .conversations import Conversation, ConversationTable
 from .cpu_tier import CpuTier
 from .operations import Operation
-from .transfers import TransferScheduler
+from .tier_jobs import TierJobs
 
 __all__ = ["ActionCounts", "BlockAction", "ConversationTask", "ConversationTasks", "TierUse"]
 
@@ -99,7 +99,7 @@ class ConversationTask:
 
 class ConversationTasks:
     def __init__(
-        self, cpu_tier: CpuTier, transfers: TransferScheduler, perform: Callable[[Operation[ActionCounts]], None]
+        self, cpu_tier: CpuTier, tier_jobs: TierJobs, perform: Callable[[Operation[ActionCounts]], None]
     ) -> None:
         """`perform` performs an operation that no call waits for."""
         self.table = ConversationTable()
@@ -107,7 +107,7 @@ class ConversationTasks:
         self._undone: dict[tuple[NamespaceId, bytes], float] = {}
         """End of the earlier retention of each block that a cancelled PIN still retains."""
         self._cpu_tier = cpu_tier
-        self._transfers = transfers
+        self._tier_jobs = tier_jobs
 
     @property
     def now(self) -> float:
@@ -188,14 +188,14 @@ class ConversationTasks:
 
     def use_of(self, conversation: Conversation) -> Operation[list[TierUse]]:
         """Returns the use of each tier, in lookup order."""
-        namespace, found = conversation.namespace.id, [TierUse() for _ in range(1 + len(self._transfers.secondaries))]
+        namespace, found = conversation.namespace.id, [TierUse() for _ in range(1 + len(self._tier_jobs.secondaries))]
         yield None
         for keys in slices_of_keys(list(conversation.keys), SLICE):
             for key in keys:
                 block = self._cpu_tier.blocks_of(namespace).get(key)
                 if block is not None and block.ready:
                     _count(found[0], self._cpu_tier.nbytes_of(block), retained=block.retained)
-                for secondary in self._transfers.secondaries:
+                for secondary in self._tier_jobs.secondaries:
                     entry = secondary.catalog.held(namespace, key)
                     if entry is not None:
                         _count(found[secondary.index], entry.nbytes, retained=entry.retained)
@@ -210,7 +210,7 @@ class ConversationTasks:
             self._remember(task, namespace, keys)
             in_cpu = [block for key in keys if (block := self._block(namespace, key)) is not None]
             excess = set(self._cpu_tier.retain(in_cpu, task.until))
-            self._transfers.retain(in_cpu)
+            self._tier_jobs.retain(in_cpu)
             names = {block.key for block in in_cpu}
             below = [key for key in keys if key not in names]
             retained = {key for key in below if self._retain_below(namespace, key, task.until)}
@@ -231,7 +231,7 @@ class ConversationTasks:
     def _retain_below(self, namespace: NamespaceId, key: bytes, until: float) -> bool:
         """Retains a block in each tier that has it; returns whether there is such a tier."""
         found = False
-        for secondary in self._transfers.secondaries:
+        for secondary in self._tier_jobs.secondaries:
             entry = secondary.catalog.held(namespace, key)
             if entry is not None:
                 secondary.catalog.queues.retain([entry], until)
@@ -281,7 +281,7 @@ class ConversationTasks:
                     task.counts.missing += not found
                 elif self._is_shared(namespace, key, conversation):
                     task.counts.shared += 1
-                elif self._is_pinned(namespace, key) or self._transfers.residency.position_of(namespace, key) is None:
+                elif self._is_pinned(namespace, key) or self._tier_jobs.residency.position_of(namespace, key) is None:
                     task.counts.kept += 1
                 else:
                     self._shorten(namespace, key, 0.0)
@@ -291,7 +291,7 @@ class ConversationTasks:
             yield None
 
     def _delete(self, task: ConversationTask) -> Operation[None]:
-        sources = self._transfers.sources(self._cpu_tier.used_at)
+        sources = self._tier_jobs.sources(self._cpu_tier.used_at)
         kept: set[Conversation] = set()
         for namespace, keys, conversation in _slices(task, SLICE):
             gone = [key for key in keys if self._delete_one(task, sources, namespace, key, conversation)]
@@ -343,7 +343,7 @@ class ConversationTasks:
     def _has(self, namespace: NamespaceId, key: bytes) -> bool:
         if self._block(namespace, key) is not None:
             return True
-        return self._transfers.residency.position_of(namespace, key) is not None
+        return self._tier_jobs.residency.position_of(namespace, key) is not None
 
     def _is_pinned(self, namespace: NamespaceId, key: bytes) -> bool:
         """Returns whether a tier retains a block for as long as only pins do."""
@@ -356,7 +356,7 @@ class ConversationTasks:
         until, block = 0.0, self._block(namespace, key)
         if block is not None and block.retained:
             until = self._cpu_tier.queues.retained_until(block)
-        for secondary in self._transfers.secondaries:
+        for secondary in self._tier_jobs.secondaries:
             entry = secondary.catalog.get(namespace, key)
             if entry is not None and entry.retained:
                 until = max(until, secondary.catalog.queues.retained_until(entry))
@@ -371,7 +371,7 @@ class ConversationTasks:
         if block is not None:
             block.retain_until = until
             self._cpu_tier.queues.shorten([block], until)
-        for secondary in self._transfers.secondaries:
+        for secondary in self._tier_jobs.secondaries:
             entry = secondary.catalog.get(namespace, key)
             if entry is not None:
                 secondary.catalog.queues.shorten([entry], until)

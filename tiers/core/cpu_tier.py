@@ -14,7 +14,7 @@ from ..types import MissReason, NamespaceSpec, tenant_of
 from .block import Block
 from .block_index import BlockIndex
 from .event_log import EventLog
-from .retiring import RetiringExtents
+from .retiring_extents import RetiringExtents
 from .slot_allocator import SlotAllocator
 from .slot_reclaim import SlotReclaimer, SpareRoom
 

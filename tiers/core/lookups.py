@@ -18,15 +18,15 @@ from .commands import Command, EndReaders
 from .conversations import Conversation, ConversationTable
 from .cpu_tier import CpuTier
 from .leases import LOOKUP_SLICE, BlockLease, LeaseTable, LookupAnswer, RunningLookup
+from .lookup_room import LookupRoom
 from .miss_explainer import LookupMatch, MissExplainer
 from .operations import Operation
-from .placement import Placement
 from .prefetches import PrefetchAnswer, PrefetchProgress
 from .room_queue import RoomQueue
 from .secondary import Presence
 from .shares import PinBudget
 from .sliced_work import UnpinQueue
-from .transfers import TransferScheduler
+from .tier_jobs import TierJobs
 
 __all__ = ["LookupHandler"]
 
@@ -44,7 +44,7 @@ class LookupHandler:
         self,
         *,
         cpu_tier: CpuTier,
-        transfers: TransferScheduler,
+        tier_jobs: TierJobs,
         conversations: ConversationTable,
         history: EvictionHistory,
         request_log: RequestLog,
@@ -61,16 +61,18 @@ class LookupHandler:
         self.room = RoomQueue(cpu_tier, commands)
         pinned = (self.leases.leased_bytes, self.leases.only_held_bytes)
         self.pin_budget = PinBudget(cpu_tier.queues.shares, region_bytes, leased_part, *pinned)
-        self._placement = Placement(cpu_tier=cpu_tier, transfers=transfers, room=self.room, pin_budget=self.pin_budget)
-        self.prefetches = self._placement.prefetches
-        self.fetch = self._placement.fetch
-        self.drop_promotion = self._placement.drop_promotion
-        self.must_queue = self._placement.must_queue
+        self._lookup_room = LookupRoom(
+            cpu_tier=cpu_tier, tier_jobs=tier_jobs, room=self.room, pin_budget=self.pin_budget
+        )
+        self.prefetches = self._lookup_room.prefetches
+        self.fetch = self._lookup_room.fetch
+        self.drop_promotion = self._lookup_room.drop_promotion
+        self.must_queue = self._lookup_room.must_queue
         self.counters = counters
         self._cpu_tier = cpu_tier
-        self._transfers = transfers
+        self._tier_jobs = tier_jobs
         self._conversations = conversations
-        self._residency = transfers.residency
+        self._residency = tier_jobs.residency
         self._history = history
         self._request_log = request_log
         self._miss_ratio_curves = miss_ratio_curves
@@ -207,7 +209,7 @@ class LookupHandler:
     def _finish(self, lookup: RunningLookup) -> None:
         if lookup.user is lookup:
             self._cpu_tier.finish(lookup)
-            self._transfers.request_finished(lookup)
+            self._tier_jobs.request_finished(lookup)
         lease, spec = lookup.lease, lookup.spec
         if lease is not None and spec.prefix and not lookup.retries and lease.found < spec.min_hits:
             # Blocks were evicted after `_count_hits`, or there was no room for all of them.
@@ -293,7 +295,7 @@ class LookupHandler:
             reason = self._history.reason_for(block.namespace, block.key) or MissReason.LOAD_FAILED
             self.counters.miss(block.namespace, reason)
             if source:
-                self._transfers.secondaries[source - 1].misses += 1
+                self._tier_jobs.secondaries[source - 1].misses += 1
             if lease.record is not None:
                 lease.record.fail(item, reason)
         return list(dict.fromkeys(lease for lease, _ in waited if not lease.pending))
@@ -310,7 +312,7 @@ class LookupHandler:
             found = lookup.position + len(match.items)
             if lookup.is_short or (found < spec.min_hits and not lookup.counted):
                 self._discard_hits(match)
-        self._placement.place(lookup, match)
+        self._lookup_room.place(lookup, match)
         if not lookup.lacks_room:
             return keys
         lookup.user = lookup if lookup.user is None else lookup.user
@@ -392,9 +394,9 @@ class LookupHandler:
         if not hits:
             return 0
         not_retained = self._cpu_tier.use(hits, user, retain_until)
-        self._transfers.used(hits, user)
+        self._tier_jobs.used(hits, user)
         if retain_until:
-            self._transfers.retain(hits)
+            self._tier_jobs.retain(hits)
         return not_retained
 
     def _grant(self, lookup: RunningLookup, match: LookupMatch, now: float) -> None:

@@ -221,7 +221,7 @@ class TierManager(CoreParts):
         for store in self._stores.table.expired(now):
             self._end_store(store)
         self._cpu_tier.retiring.tick(now)
-        self._overdue_pins.tick()
+        self._retiring_pins.tick()
 
     def work(self) -> None:
         """Runs the next slice of incremental work. Called once for each `ContinueWork` command."""
@@ -233,7 +233,7 @@ class TierManager(CoreParts):
 
     def lookup_finished(self, job_id: JobId, answers: Sequence[bool]) -> None:
         """Handles a shared tier's answers to a `LookupInTier`. An unknown job is ignored."""
-        self._transfers.residency.record_answers(job_id, answers, self._now)
+        self._tier_jobs.residency.record_answers(job_id, answers, self._now)
 
     def reset(self, session: EngineSession, *, retire: bool = False) -> int:
         """Drops a session's namespace from the CPU tier; secondary tiers keep their blocks (B3.19).
@@ -245,11 +245,11 @@ class TierManager(CoreParts):
         of the namespace before all others.
         """
         if retire:
-            self._transfers.retire(session.namespace.id)
+            self._tier_jobs.retire(session.namespace.id)
         if resetting := self.resetting(session):
             return resetting
         self._handoffs.reset(session.namespace.id, self._now)
-        self._transfers.flush_queues()  # queued blocks are pinned
+        self._tier_jobs.flush_queues()  # queued blocks are pinned
         self._sliced_work.continue_if(self._cpu_tier.reset(session.namespace.id))
         return self.resetting(session)
 
@@ -258,7 +258,7 @@ class TierManager(CoreParts):
 
     def evict(self, wanted: EvictionRequest) -> Eviction:
         """Returns an operator's eviction, which `Eviction.run` performs."""
-        return Eviction(wanted, [self._cpu_tier, *self._transfers.sources(self._cpu_tier.used_at)], self._now)
+        return Eviction(wanted, [self._cpu_tier, *self._tier_jobs.sources(self._cpu_tier.used_at)], self._now)
 
     def leases(self) -> list[BlockLease]:
         return list(self._lookups.leases)
@@ -277,7 +277,7 @@ class TierManager(CoreParts):
 
     def entries_lost(self, tier: int, names: Iterable[tuple[NamespaceId, bytes]]) -> None:
         """Drops the entries of damaged blocks that the tier at this position has quarantined."""
-        self._transfers.lost(tier, names)
+        self._tier_jobs.lost(tier, names)
 
     def tier_stalled(self, tier: int, *, stalled: bool) -> None:
         """Called when a job of the tier at this position takes too long, and when the job returns.

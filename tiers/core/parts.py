@@ -25,13 +25,13 @@ from .handoffs import HandoffHandler
 from .in_flight_stores import Store
 from .leases import BlockLease
 from .lookups import LookupHandler
-from .overdue_pins import OverduePins
 from .requests import Request, RequestTable
 from .residency import SharedTierQueries
+from .retiring_pins import RetiringPins
 from .settings import CPU_TIER, TierSettings
 from .sliced_work import IncrementalWork
 from .stores import StoreHandler
-from .transfers import TransferScheduler
+from .tier_jobs import TierJobs
 
 __all__ = ["CoreParts"]
 
@@ -73,7 +73,7 @@ class CoreParts:
         self._create_statistics(settings, [tier.capacity_bytes for tier in tiers])
         self._create_tiers(settings, extent_bytes, tiers, max_queued_bytes or region_bytes // 4)
         self._create_handlers(settings, tiers, count(1) if new_ids is None else new_ids)
-        self._transfers.recover()
+        self._tier_jobs.recover()
 
     def _create_statistics(self, settings: TierSettings, capacities: Sequence[int]) -> None:
         """Creates the records of requests and misses. No decision depends on them."""
@@ -98,7 +98,7 @@ class CoreParts:
             spare_part=settings.spare_part,
             events=events,
         )
-        self._transfers = TransferScheduler(
+        self._tier_jobs = TierJobs(
             tiers=tiers,
             settings=settings,
             now=self._now,
@@ -108,10 +108,10 @@ class CoreParts:
             commands=self._commands,
             events=events,
         )
-        shared_tiers = self._shared_tiers = SharedTierQueries(self._transfers.residency, self._cpu_tier)
-        self.excluded, self.query_shared_tiers = self._transfers.residency.excluded, shared_tiers.query
+        shared_tiers = self._shared_tiers = SharedTierQueries(self._tier_jobs.residency, self._cpu_tier)
+        self.excluded, self.query_shared_tiers = self._tier_jobs.residency.excluded, shared_tiers.query
         self.lacking, self.locate, self.withdraw = shared_tiers.lacking, shared_tiers.locate, shared_tiers.withdraw
-        durability = self._durability = Durability(cpu_tier=self._cpu_tier, transfers=self._transfers)
+        durability = self._durability = Durability(cpu_tier=self._cpu_tier, tier_jobs=self._tier_jobs)
         self.flush, self.store_skipped, self.flush_queues = (
             durability.flush,
             durability.store_skipped,
@@ -121,9 +121,9 @@ class CoreParts:
     def _create_handlers(self, settings: TierSettings, tiers: Sequence[SecondaryTier], new_ids: Iterator[int]) -> None:
         """Creates the event handlers. A handler refers only to handlers created before it."""
         self._requests = RequestTable(tiers=tiers, on_end=self._request_ended)
-        self._sliced_work = IncrementalWork(cpu_tier=self._cpu_tier, transfers=self._transfers, commands=self._commands)
+        self._sliced_work = IncrementalWork(cpu_tier=self._cpu_tier, tier_jobs=self._tier_jobs, commands=self._commands)
         conversations = self._conversations = ConversationTasks(
-            self._cpu_tier, self._transfers, self._sliced_work.perform
+            self._cpu_tier, self._tier_jobs, self._sliced_work.perform
         )
         self.act_on_conversations, self.act_on_keys = conversations.act, conversations.act_on_keys
         self.use_of_conversation = conversations.use_of
@@ -131,7 +131,7 @@ class CoreParts:
         self.count_conversations, self.prompts = conversations.table.count_of, conversations.table.prompts
         self._lookups = LookupHandler(
             cpu_tier=self._cpu_tier,
-            transfers=self._transfers,
+            tier_jobs=self._tier_jobs,
             conversations=conversations.table,
             history=self._history,
             request_log=self._request_log,
@@ -159,7 +159,7 @@ class CoreParts:
         self.may_come, self.renew_hold, self.release_hold = handoffs.may_come, handoffs.renew, handoffs.release
         self._completions = CompletionHandler(
             cpu_tier=self._cpu_tier,
-            transfers=self._transfers,
+            tier_jobs=self._tier_jobs,
             requests=self._requests,
             lookups=self._lookups,
             handoffs=handoffs,
@@ -168,7 +168,7 @@ class CoreParts:
         )
         self._stores = StoreHandler(
             cpu_tier=self._cpu_tier,
-            transfers=self._transfers,
+            tier_jobs=self._tier_jobs,
             requests=self._requests,
             conversations=conversations.table,
             completions=self._completions,
@@ -180,7 +180,7 @@ class CoreParts:
             continue_if=self._sliced_work.continue_if,
         )
 
-        self._overdue_pins = OverduePins(
+        self._retiring_pins = RetiringPins(
             cpu_tier=self._cpu_tier,
             leases=self._lookups.leases,
             stores=self._stores.table,
@@ -209,7 +209,7 @@ class CoreParts:
         hits, misses = self._counters.hits, self._counters.misses
         keys = sum(hits) + misses.total()
         cpu = self._cpu_tier.stats(CPU_TIER, self._region_bytes, hits=hits[0], misses=keys - hits[0])
-        tiers = (cpu, *(secondary.stats(hits[secondary.index]) for secondary in self._transfers.secondaries))
+        tiers = (cpu, *(secondary.stats(hits[secondary.index]) for secondary in self._tier_jobs.secondaries))
         if self._miss_ratio_curves is not None:
             tiers = tuple(replace(tier, estimates=self._miss_ratio_curves.of(n)) for n, tier in enumerate(tiers))
         return ManagerStats(
@@ -234,17 +234,17 @@ class CoreParts:
         )
 
     def namespace_stats(self) -> list[NamespaceStats]:
-        below = (secondary.catalog.counts() for secondary in self._transfers.secondaries)
+        below = (secondary.catalog.counts() for secondary in self._tier_jobs.secondaries)
         return self._counters.namespace_stats([self._cpu_tier.counts(), *below])
 
     def _tier_of(self, namespace: NamespaceId, key: bytes) -> int | None:
         block = self._cpu_tier.blocks_of(namespace).get(key)
-        return 0 if block is not None and block.ready else self._transfers.residency.position_of(namespace, key)
+        return 0 if block is not None and block.ready else self._tier_jobs.residency.position_of(namespace, key)
 
     def _request_ended(self, request: Request) -> None:
         if request.id:
             self._request_log.finish(request.session.engine, request.id, self._now, request.incomplete)
         self._cpu_tier.finish(request.user)
-        self._transfers.request_finished(request.user)
-        for secondary in self._transfers.secondaries:
+        self._tier_jobs.request_finished(request.user)
+        for secondary in self._tier_jobs.secondaries:
             secondary.tier.on_request_finished(request.id)

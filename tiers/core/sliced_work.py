@@ -16,7 +16,7 @@ from .block import Block
 from .commands import Command, ContinueWork
 from .cpu_tier import CpuTier
 from .operations import Operation
-from .transfers import TransferScheduler
+from .tier_jobs import TierJobs
 
 __all__ = ["IncrementalWork", "UnpinQueue"]
 
@@ -112,11 +112,11 @@ class IncrementalWork:
         self,
         *,
         cpu_tier: CpuTier,
-        transfers: TransferScheduler,
+        tier_jobs: TierJobs,
         commands: list[Command],
     ) -> None:
         self._cpu_tier = cpu_tier
-        self._transfers = transfers
+        self._tier_jobs = tier_jobs
         self.unpins = UnpinQueue(self.continue_if)
         self.hold_unpins = UnpinQueue(self.continue_if)
         """Those of ended holds. A publication that lacks room waits only for these."""
@@ -181,7 +181,7 @@ class IncrementalWork:
 
     def _drop_expired(self, now: float) -> bool:
         """Drops expired blocks, one slice per tier; returns whether expired blocks are left."""
-        more = [self._cpu_tier.tick(now), self._transfers.tick(now, self._cpu_tier.used_at)]
+        more = [self._cpu_tier.tick(now), self._tier_jobs.tick(now, self._cpu_tier.used_at)]
         return any(more)
 
 

@@ -5,7 +5,7 @@ extents: class A gets an extent of class B if B's longest idle block has been id
 A's. Without this rule, blocks of an unloaded model would occupy the region forever. Class A gets an
 extent without this condition if it has no victim, or if the tenant that needs the memory is within
 its quota. If each extent of another class has a pinned block, the class gets one that retires
-(`retiring.py`).
+(`retiring_extents.py`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from .operations import Operation
 from .requests import Request, RequestTable
 from .shares import PinBudget
 from .sliced_work import UnpinQueue
-from .transfers import TransferScheduler
+from .tier_jobs import TierJobs
 
 __all__ = ["StoreHandler"]
 
@@ -33,7 +33,7 @@ class StoreHandler:
         self,
         *,
         cpu_tier: CpuTier,
-        transfers: TransferScheduler,
+        tier_jobs: TierJobs,
         requests: RequestTable,
         conversations: ConversationTable,
         completions: CompletionHandler,
@@ -48,7 +48,7 @@ class StoreHandler:
         self.table = InFlightStores(cpu_tier, new_ids, pin_budget.stored)
         self._pin_budget = pin_budget
         self._cpu_tier = cpu_tier
-        self._transfers = transfers
+        self._tier_jobs = tier_jobs
         self._requests = requests
         self._conversations = conversations
         self._history = history
@@ -109,7 +109,7 @@ class StoreHandler:
         if declined is None:
             preparation.not_retained += self._cpu_tier.use(used, user, retain_until)
         if retain_until:
-            self._transfers.retain(used)
+            self._tier_jobs.retain(used)
         if request is not None and request.request_level_tiers:
             self._cascade_present(request, found, set(granted))
         if self._miss_ratio_curves is not None:
@@ -263,8 +263,8 @@ class StoreHandler:
         self._cpu_tier.became_ready(complete)
         request = store.request
         if request is not None:
-            self._transfers.cascade_for(request, complete)
-        self._transfers.cascade(complete, store.user)
+            self._tier_jobs.cascade_for(request, complete)
+        self._tier_jobs.cascade(complete, store.user)
         self._completions.settle(blocks)
         self._cpu_tier.unpin(blocks)
         if not store.blocks:
@@ -310,7 +310,7 @@ class StoreHandler:
         that has a part of another rank is never declined.
         """
         new = [block for block in wanted if not any(slot is not None for slot in block.slots)]
-        if self._transfers.storing or owner.user is None or not self._cpu_tier.may_decline(new):
+        if self._tier_jobs.storing or owner.user is None or not self._cpu_tier.may_decline(new):
             return None
         self._cpu_tier.use(found, owner.user)  # the policy orders the new blocks among the others
         return set(self._cpu_tier.declined(new))
@@ -347,7 +347,7 @@ class StoreHandler:
 
     def _cascade_present(self, request: Request, blocks: Sequence[Block], own: Collection[Block]) -> None:
         """Stores ready blocks in the REQUEST_LEVEL tiers, pending ones when ready (B3.6, B3.9)."""
-        self._transfers.cascade_for(request, [block for block in blocks if block.ready])
+        self._tier_jobs.cascade_for(request, [block for block in blocks if block.ready])
         for block in blocks:
             if block.pending and block not in own and not block.hold_only:
                 self._requests.wait_for(request, block)
@@ -355,7 +355,7 @@ class StoreHandler:
     def _ended(self, store: Store) -> None:
         if store.user is store:
             self._cpu_tier.finish(store)
-            self._transfers.request_finished(store)
+            self._tier_jobs.request_finished(store)
         if store.request is not None:
             store.request.stores -= 1
             self._requests.end_if_settled(store.request)

@@ -30,9 +30,9 @@ from .blocks import (
     read_index,
 )
 from .check import check_slice
+from .disk_reserve import RESERVE_PAGES
 from .environment import Durability, check_count, open_environment
 from .format import PAGE_HEADER_BYTES, DamagedRecordError, entries_of, is_name, is_storable
-from .space import RESERVE_PAGES
 from .tally import change_tally
 
 __all__ = ["LMDBTier"]

@@ -313,7 +313,7 @@ def fail(_: object) -> None:
 def _held(rig: Rig, tier: int) -> list[tuple[bytes, bytes]]:
     if tier == CPU:
         return [block.name for block in ready_blocks(rig.core)]
-    catalog = rig.core._transfers.secondaries[tier - 1].catalog
+    catalog = rig.core._tier_jobs.secondaries[tier - 1].catalog
     return [entry.name for namespace, _ in catalog.counts() for entry in catalog.all_of(namespace)]
 
 

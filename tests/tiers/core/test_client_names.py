@@ -46,7 +46,7 @@ def test_namespaces_without_blocks_are_forgotten(visit: Callable[[Rig, int], Non
             rig.core.tick(float(number))
             rig.finish_jobs()
     rig.core.tick(float(NAMES))
-    catalog = rig.core._transfers.secondaries[0].catalog
+    catalog = rig.core._tier_jobs.secondaries[0].catalog
     cpu_tier = rig.core._cpu_tier
     assert len(cpu_tier._index._by_namespace) < 2 * KEPT_EMPTY
     assert len(catalog._entries) < 2 * KEPT_EMPTY

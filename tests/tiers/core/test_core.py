@@ -416,7 +416,7 @@ def test_queued_stores_are_merged_into_one_job() -> None:
 
 def test_a_job_has_a_limit_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop handles the end of a job in one piece, so small blocks are in several jobs."""
-    monkeypatch.setattr("kvtier.tiers.core.transfers.JOB_BLOCKS", 3)
+    monkeypatch.setattr("kvtier.tiers.core.tier_jobs.JOB_BLOCKS", 3)
     rig = Rig(ModelTier("near", 1 << 20), queue=EXTENT)
     rig.store(keys(*range(8)))
     sizes = []
@@ -568,7 +568,7 @@ def test_each_figure_of_a_tier_has_its_own_source() -> None:
     """The figures differ here, so that none of them stands for another one."""
     rig = Rig(ModelTier("near", 1 << 20), queue=1 << 20)
     rig.store_in_all_tiers(keys(*range(3)))
-    below = rig.core._transfers.secondaries[0]
+    below = rig.core._tier_jobs.secondaries[0]
     queues = below.catalog.queues
     names = ("misses", "dropped", "damaged", "declined", "queued_bytes", "jobs", "stored_bytes", "loaded_bytes")
     wanted = {name: 100 + number for number, name in enumerate(names)}

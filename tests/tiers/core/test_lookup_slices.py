@@ -137,7 +137,7 @@ def test_unknown_keys_are_not_searched_one_by_one(monkeypatch: pytest.MonkeyPatc
     """They still count as misses of each tier that the lookup does not exclude."""
     rig = Rig(ModelTier("near", 1 << 20), ModelTier("far", 1 << 20), extents=8, queue=1 << 20)
     rig.store_in_all_tiers(keys(0))
-    residency, searched = rig.core._transfers.residency, list[bytes]()
+    residency, searched = rig.core._tier_jobs.residency, list[bytes]()
     monkeypatch.setattr(residency, "find", lambda _, key, __: searched.append(key))
     names, tiers = keys(0, *range(100, 200)), TierFilter(names=frozenset(["far"]))
     found = run_to_end(

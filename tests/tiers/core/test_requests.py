@@ -333,7 +333,7 @@ def test_a_queued_cascade_pins_its_block() -> None:
 
 def requests_open_in_policies(rig: Rig) -> int:
     """Returns how many requests the eviction policies of all tiers take for unfinished."""
-    tiers = [rig.core._cpu_tier, *(secondary.catalog for secondary in rig.core._transfers.secondaries)]
+    tiers = [rig.core._cpu_tier, *(secondary.catalog for secondary in rig.core._tier_jobs.secondaries)]
     queues = [queue for tier in tiers for queue in tier.queues._queues.values()]  # type: ignore[attr-defined]
     return sum(len(queue.policy._requests._open) for queue in queues)
 

@@ -161,7 +161,7 @@ def test_a_full_tier_evicts_the_blocks_of_a_retired_namespace_first() -> None:
     rig.session = other
     for number in (4, 5):
         rig.store_in_all_tiers(keys(number))
-    catalog = rig.core._transfers.secondaries[0].catalog
+    catalog = rig.core._tier_jobs.secondaries[0].catalog
     assert dict(catalog.counts()) == {other.namespace.id: 4}
     rig.store_in_all_tiers(keys(6))
     assert dict(catalog.counts()) == {other.namespace.id: 4}, "then the policy decides again"
@@ -177,7 +177,7 @@ def test_a_retired_block_that_is_read_is_not_evicted() -> None:
     assert isinstance(load, LoadFromTier)
     rig.session = rig.open("other", dataclasses.replace(SPEC, id=NamespaceId(b"o" * 32)))
     rig.store(keys(2))
-    catalog = rig.core._transfers.secondaries[0].catalog
+    catalog = rig.core._tier_jobs.secondaries[0].catalog
     assert catalog.get(SPEC.id, keys(1)[0]) is not None
     assert catalog.get(SPEC.id, keys(0)[0]) is None
 

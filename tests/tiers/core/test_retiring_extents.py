@@ -11,14 +11,14 @@ from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome
-from kvtier.tiers.core import overdue_pins
+from kvtier.tiers.core import retiring_pins
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import ContinueWork, LeaseSettled, LoadFromTier, StoreInTier
 from kvtier.tiers.core.holds import Hold
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.retiring import GRACE_SECONDS
+from kvtier.tiers.core.retiring_extents import GRACE_SECONDS
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.core.slot_reclaim import SlotReclaimer
 from kvtier.tiers.errors import LeaseNotFound, StoreNotFound
@@ -433,7 +433,7 @@ def test_a_search_for_pins_runs_in_slices(monkeypatch: pytest.MonkeyPatch) -> No
     server = Server()
     numbers = pinned(server.fill())
     leases = [server.lease(server.alice, *numbers) for _ in range(10)]
-    monkeypatch.setattr(overdue_pins, "SLICE", 1)
+    monkeypatch.setattr(retiring_pins, "SLICE", 1)
     commands: list[object] = []
     for _ in range(int(GRACE_SECONDS) + 1):
         server.store(server.bob, 1)

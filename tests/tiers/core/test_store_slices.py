@@ -86,7 +86,7 @@ def test_secondary_tiers_also_see_one_use() -> None:
     while rig.finish_jobs():
         pass
     rig.store(keys(100, 101))
-    below = rig.core._transfers.secondaries[0].catalog
+    below = rig.core._tier_jobs.secondaries[0].catalog
     assert [number for number in range(16) if below.get(rig.session.namespace.id, keys(number)[0]) is None] == [14, 15]
 
 

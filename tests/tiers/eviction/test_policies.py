@@ -501,7 +501,7 @@ def test_every_tier_has_its_configured_policy() -> None:
     """Without a name it has the default."""
     tiers = (ModelTier("near", 1 << 20), ModelTier("far", 1 << 20))
     core = TierManager(EXTENT, EXTENT, tiers, settings=TierSettings(eviction={CPU_TIER: "lru", "far": "arc"}))
-    queues = [core._cpu_tier.queues, *(secondary.catalog.queues for secondary in core._transfers.secondaries)]
+    queues = [core._cpu_tier.queues, *(secondary.catalog.queues for secondary in core._tier_jobs.secondaries)]
     assert [type(queue.queue_for(SPACE).policy) for queue in queues] == [LRU, POLICIES[DEFAULT_POLICY], ARC]  # type: ignore[attr-defined]
 
 

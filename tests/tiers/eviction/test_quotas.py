@@ -194,7 +194,7 @@ def test_a_full_disk_does_not_reduce_a_quota() -> None:
     rig = Rig(tenant("alice", quota=32 * PAGE, tier="disk"), tiers=[ModelTier("disk", 64 * PAGE)])
     rig.store("alice", range(32))
     rig.store("bob", range(8))
-    catalog = rig.core._transfers.secondaries[0].catalog
+    catalog = rig.core._tier_jobs.secondaries[0].catalog
     gone = catalog.make_room(spec("carol").id, 64 * PAGE)
     assert {entry.namespace for entry in gone} == {spec("bob").id}
 
@@ -247,7 +247,7 @@ def test_without_tenants_there_is_one_queue_per_size_class() -> None:
     for name in ("alice", "bob", "carol"):
         rig.store(name, range(8))
     assert len(rig.core._cpu_tier.queues.all()) == 1
-    assert len(rig.core._transfers.secondaries[0].catalog.queues.all()) == 1
+    assert len(rig.core._tier_jobs.secondaries[0].catalog.queues.all()) == 1
 
 
 def test_a_search_for_victims_skips_protected_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,7 @@ def test_random_floods_never_break_a_quota(
                 assert cpu <= rig.visible(name) or _excess(rig.core._cpu_tier.queues.shares, name) >= 0
                 assert (
                     disk <= rig.below(name)
-                    or _excess(rig.core._transfers.secondaries[0].catalog.queues.shares, name) >= 0
+                    or _excess(rig.core._tier_jobs.secondaries[0].catalog.queues.shares, name) >= 0
                 )
         _check_counts(rig)
 
@@ -323,7 +323,7 @@ def _excess(shares: Iterable[TenantShare], name: str) -> int:
 
 def _check_counts(rig: Rig) -> None:
     """Shares add up to the used bytes, and no tenant exceeds its limit."""
-    cpu_tier, catalog = rig.core._cpu_tier, rig.core._transfers.secondaries[0].catalog
+    cpu_tier, catalog = rig.core._cpu_tier, rig.core._tier_jobs.secondaries[0].catalog
     assert sum(share.used for share in cpu_tier.queues.shares) == cpu_tier.memory.used_bytes()
     assert sum(share.used for share in catalog.queues.shares) == catalog.used_bytes <= catalog.capacity_bytes
     items: list[Block | CatalogEntry] = [*cpu_tier._index]

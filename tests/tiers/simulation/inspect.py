@@ -26,7 +26,7 @@ from kvtier.tiers.core.requests import Request
 from kvtier.tiers.core.room_queue import _Line
 from kvtier.tiers.core.secondary import GATHER_SECONDS, SecondaryTierState
 from kvtier.tiers.core.sliced_work import _Entry
-from kvtier.tiers.core.transfers import JobKind
+from kvtier.tiers.core.tier_jobs import JobKind
 from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import TenantShare
 from kvtier.tiers.types import EngineSession, NamespaceSpec, tenant_of
@@ -36,7 +36,7 @@ from .model import EXTENT, Name
 GRACE_SECONDS = 2.0
 """Time for pins in retiring extents, so short that runs have many."""
 
-SLICED = ("cpu_tier", "sliced_work", "bulk_eviction", "conversation_tasks", "retiring")
+SLICED = ("cpu_tier", "sliced_work", "bulk_eviction", "conversation_tasks", "retiring_extents")
 """Modules whose slices have three items."""
 
 CONVERSATION_LIMITS = {"KEYS": 24, "TENANT_KEYS": 40, "ALL_KEYS": 60, "TENANT_CONVERSATIONS": 3, "ALL_CONVERSATIONS": 6}
@@ -57,7 +57,7 @@ class CoreView:
         """When each extent that retires, or has retired a short time ago, began to."""
         self.classes = classes(core)
         """Size class of each extent."""
-        self.is_ending_pins = core._overdue_pins.runs
+        self.is_ending_pins = core._retiring_pins.runs
         """Whether the core still searches for pins in retiring extents."""
         self.extents = {block: {slot // EXTENT for slot in block.slots if slot is not None} for block in self.blocks}
         """Numbers of the extents in which each block has slots."""
@@ -76,9 +76,9 @@ class CoreView:
 @contextlib.contextmanager
 def small_jobs(nbytes: int) -> Iterator[None]:
     """Limits jobs to `nbytes`, slices to three items and event logs to 16, to split all work."""
-    limits = {"transfers.JOB_BYTES": nbytes, "event_log.RUN_KEYS": 3, "event_log.MAX_KEYS": 16}
+    limits = {"tier_jobs.JOB_BYTES": nbytes, "event_log.RUN_KEYS": 3, "event_log.MAX_KEYS": 16}
     limits |= {f"{module}.SLICE": 3 for module in SLICED}
-    limits |= {"room_queue.MAX_WAITERS": 3, "retiring.GRACE_SECONDS": GRACE_SECONDS, "overdue_pins.SLICE": 80}
+    limits |= {"room_queue.MAX_WAITERS": 3, "retiring_extents.GRACE_SECONDS": GRACE_SECONDS, "retiring_pins.SLICE": 80}
     limits |= {f"conversations.MAX_{name}": limit for name, limit in CONVERSATION_LIMITS.items()}
     with contextlib.ExitStack() as patches:
         for name, limit in limits.items():
@@ -288,7 +288,7 @@ def stores(core: TierManager) -> dict[int, Store]:
 
 def job_ids(core: TierManager) -> set[int]:
     """Returns the jobs that have not ended, including queries."""
-    return {*core._transfers._jobs, *core._transfers.residency._queries}
+    return {*core._tier_jobs._jobs, *core._tier_jobs.residency._queries}
 
 
 def open_questions(secondary: SecondaryTierState) -> set[Name]:
@@ -308,7 +308,7 @@ def request_names(core: TierManager) -> set[tuple[str, str]]:
 
 def secondaries(core: TierManager) -> list[SecondaryTierState]:
     """Returns the core's view of the secondary tiers."""
-    return core._transfers.secondaries
+    return core._tier_jobs.secondaries
 
 
 def entries(secondary: SecondaryTierState) -> list[CatalogEntry]:
@@ -369,7 +369,7 @@ def may_gather(secondary: SecondaryTierState, now: float) -> bool:
 
 def on_the_way(core: TierManager, secondary: SecondaryTierState) -> list[Block]:
     """Returns the blocks that are queued for a tier or being stored in it."""
-    jobs = (job for job in core._transfers._jobs.values() if job.secondary is secondary and job.kind is JobKind.STORE)
+    jobs = (job for job in core._tier_jobs._jobs.values() if job.secondary is secondary and job.kind is JobKind.STORE)
     return [*secondary.write_back_queue, *chain.from_iterable(job.blocks for job in jobs)]
 
 
@@ -380,8 +380,8 @@ def pins(core: TierManager, publishing: Iterable[Block]) -> Counter[Block]:
     held.update(chain.from_iterable(store.blocks for store in stores(core).values()))
     held.update(chain.from_iterable(store.others for store in stores(core).values()))
     held.update(chain.from_iterable(store.others for store in abandoned(core)))
-    held.update(chain.from_iterable(job.blocks for job in core._transfers._jobs.values()))
-    held.update(chain.from_iterable(secondary.write_back_queue for secondary in core._transfers.secondaries))
+    held.update(chain.from_iterable(job.blocks for job in core._tier_jobs._jobs.values()))
+    held.update(chain.from_iterable(secondary.write_back_queue for secondary in core._tier_jobs.secondaries))
     for entry in unpins(core):
         held.update(filter(None, entry.blocks[: entry.left]))
     return held + hold_pins(core, publishing)
@@ -445,8 +445,8 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "sessions": core._sessions,
         "requests": core._requests._requests,
         "parked blocks": core._requests._waiting,
-        "jobs": core._transfers._jobs,
-        "questions": core._transfers.residency._queries,
+        "jobs": core._tier_jobs._jobs,
+        "questions": core._tier_jobs.residency._queries,
         "blocks of a reset": core._cpu_tier._index._reset,
         "pinned blocks in no index": core._cpu_tier._index._unlinked,
         "indexes of a reset": core._cpu_tier._index._invalidated,
@@ -458,7 +458,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "blocks set aside": core._cpu_tier.queues._protected,
         "held bytes": core._handoffs.held_bytes,
         "wanted extents": core._cpu_tier.retiring.has_work,
-        "overdue pins": core._overdue_pins.runs,
+        "overdue pins": core._retiring_pins.runs,
     }
     for secondary in secondaries(core):
         found[f"{secondary.tier.name}: queue"] = secondary.write_back_queue

@@ -63,7 +63,7 @@ MUTANTS = (
     Mutant(
         "a queued block is not pinned",
         Invariant.PINS,
-        "core/transfers.py",
+        "core/tier_jobs.py",
         "        block.pins += 1\n        secondary.enqueue(block)",
         "        secondary.enqueue(block)",
     ),
@@ -91,21 +91,21 @@ MUTANTS = (
     Mutant(
         "a job that has ended ends again",
         Invariant.JOBS,
-        "core/transfers.py",
+        "core/tier_jobs.py",
         "job = self._jobs.pop(job_id, None)",
         "job = self._jobs.get(job_id)",
     ),
     Mutant(
         "a hanging tier blocks the others",
         Invariant.JOBS,
-        "core/transfers.py",
+        "core/tier_jobs.py",
         "        if secondary.stores >= secondary.tier.parallel_stores or secondary.stalled:\n",
         "        if any(other.stores for other in self.secondaries):\n",
     ),
     Mutant(
         "stores queued during a job are forgotten",
         Invariant.JOBS,
-        "core/transfers.py",
+        "core/tier_jobs.py",
         "            job.secondary.stores -= 1\n        self._advance(job.secondary)\n",
         "            job.secondary.stores -= 1\n",
     ),
@@ -140,7 +140,7 @@ MUTANTS = (
     Mutant(
         "a tier gets two concurrent stores",
         Invariant.APART,
-        "core/transfers.py",
+        "core/tier_jobs.py",
         "secondary.stores < secondary.tier.parallel_stores:\n",
         "secondary.stores < 2 * secondary.tier.parallel_stores:\n",
     ),
@@ -154,7 +154,7 @@ MUTANTS = (
     Mutant(
         "evicted blocks stay in their tier",
         Invariant.CAPACITY,
-        "core/transfers.py",
+        "core/tier_jobs.py",
         "        secondary.pending_removals += victims\n",
         "",
     ),
@@ -168,7 +168,7 @@ MUTANTS = (
     Mutant(
         "finished loads still count as busy",
         Invariant.CAPACITY,
-        "core/transfers.py",
+        "core/tier_jobs.py",
         "        entry.loads -= 1\n        secondary.catalog.recount(entry)\n",
         "        entry.loads -= 1\n",
     ),
@@ -217,14 +217,14 @@ MUTANTS = (
     Mutant(
         "dropped cascades are not reported",
         Invariant.OWED,
-        "core/transfers.py",
+        "core/tier_jobs.py",
         "                    secondary.dropped += entry is None\n                    request.incomplete += 1\n",
         "                    secondary.dropped += entry is None\n",
     ),
     Mutant(
         "failed cascades are not reported",
         Invariant.OWED,
-        "core/transfers.py",
+        "core/tier_jobs.py",
         "            request.incomplete += not stored\n",
         "",
     ),
@@ -357,7 +357,7 @@ MUTANTS = (
     Mutant(
         "later admitted blocks are in no eviction queue",
         Invariant.LINE,
-        "core/transfers.py",
+        "core/tier_jobs.py",
         "            secondary.use(taken, user)\n",
         "",
     ),
@@ -420,7 +420,7 @@ MUTANTS = (
     Mutant(
         "an unknown job id raises",
         Invariant.RAISED,
-        "core/transfers.py",
+        "core/tier_jobs.py",
         "job = self._jobs.pop(job_id, None)",
         "job = self._jobs.pop(job_id)",
     ),
@@ -469,7 +469,7 @@ MUTANTS = (
     Mutant(
         "published blocks are promoted during a reset",
         Invariant.RESET,
-        "core/placement.py",
+        "core/lookup_room.py",
         "        if self._cpu_tier.pending_reset_blocks(namespace):\n            return\n        found",
         "        found",
     ),
@@ -546,7 +546,7 @@ MUTANTS = (
     Mutant(
         "partial blocks are stored in tiers",
         Invariant.PRIVATE,
-        "core/transfers.py",
+        "core/tier_jobs.py",
         "        blocks = [block for block in blocks if not block.hold_only]\n        for block in blocks:\n",
         "        for block in blocks:\n",
     ),
@@ -749,14 +749,14 @@ MUTANTS = (
     Mutant(
         "leases pin more than their part",
         Invariant.ROOM,
-        "core/placement.py",
+        "core/lookup_room.py",
         "                if left < 0:\n",
         "                if left < -8192:\n",
     ),
     Mutant(
         "a lookup that stops for room keeps the pins of later blocks",
         Invariant.PINS,
-        "core/placement.py",
+        "core/lookup_room.py",
         "        self._cpu_tier.unpin(list(filter(None, rest)))\n",
         "",
     ),
@@ -812,7 +812,7 @@ MUTANTS = (
     Mutant(
         "lookups find the pinned blocks of a retiring extent",
         Invariant.RETIRING,
-        "core/retiring.py",
+        "core/retiring_extents.py",
         "block.pins and block.ready and not block.invalidated])",
         "block.pins and block.invalidated])",
     ),
@@ -833,7 +833,7 @@ MUTANTS = (
     Mutant(
         "leases in a retiring extent end at once",
         Invariant.OWNERS,
-        "core/retiring.py",
+        "core/retiring_extents.py",
         " and self._now - each.begun_at >= GRACE_SECONDS\n",
         "\n",
     ),

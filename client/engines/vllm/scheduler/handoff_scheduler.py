@@ -19,8 +19,9 @@ from ....offload import CacheGeometry, LoadJob
 from ..background import RateLimitedLog
 from ..peers import Peers
 from ..stats import TransferCounters
+from .block_pool import VllmBlockPool
 from .hold_calls import HoldCalls
-from .requests import VllmBlockPool, VllmRequest
+from .requests import VllmRequest
 
 __all__ = ["HandoffScheduler"]
 

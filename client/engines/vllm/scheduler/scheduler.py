@@ -33,10 +33,11 @@ from ..request_settings import RequestSettings
 from ..stats import TransferCounters
 from ..step_metadata import StepMetadata
 from ..worker.reports import SAVE_LOST_AFTER_S, WorkerReport
+from .block_pool import VllmBlockPool
 from .handoff_scheduler import HandoffScheduler
 from .kv_events import KVEvents, OpenStream
 from .prefix_lookups import LookupService
-from .requests import RequestRegistration, VllmBlockPool, VllmRequest, server_name
+from .requests import RequestRegistration, VllmRequest, server_name
 
 __all__ = ["SchedulerSide"]
 

@@ -11,7 +11,8 @@ from connector_fakes import FULL, WINDOW, FakeClient, make_request, make_step, s
 from vllm.v1.core.block_pool import BlockPool
 
 from kvtier.client import make_key
-from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmBlockPool, VllmRequest
+from kvtier.client.engines.vllm.scheduler.block_pool import VllmBlockPool
+from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmRequest
 from kvtier.client.engines.vllm.worker.reports import WorkerReport
 from kvtier.client.offload import CacheGeometry, FreeBlock
 

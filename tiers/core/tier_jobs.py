@@ -1,4 +1,4 @@
-"""Transfer scheduler: write-back and promotion jobs between the CPU tier and the secondary tiers.
+"""Jobs of tiers: write-back and promotion between the CPU tier and the secondary tiers.
 
 Every block of a job is pinned until the job has ended (B3.8), so that the slots stay valid.
 """
@@ -24,7 +24,7 @@ from .residency import ResidencyIndex
 from .secondary import Name, SecondaryTierState
 from .settings import TierSettings
 
-__all__ = ["FinishedJob", "JobKind", "StallChange", "TransferScheduler"]
+__all__ = ["FinishedJob", "JobKind", "StallChange", "TierJobs"]
 
 JOB_BYTES = 32 << 20
 """Size limit of a job: large enough for efficient transactions, small enough for quick results."""
@@ -74,7 +74,7 @@ class StallChange:
     acknowledged: list[Request] = field(default_factory=list)
 
 
-class TransferScheduler:
+class TierJobs:
     def __init__(
         self,
         *,

@@ -1,4 +1,4 @@
-"""Overdue pins: ends the leases, stores and holds that pin blocks in retiring extents for too long.
+"""Pins in retiring extents: ends leases, stores and holds that pin their blocks for too long.
 
 A lease or store ends as if it had expired. A hold gives up the blocks, so that its claims miss
 them. Pins of jobs end with the jobs.
@@ -17,7 +17,7 @@ from .leases import BlockLease, LeaseTable
 from .operations import Operation
 from .slot_allocator import Extent
 
-__all__ = ["OverduePins"]
+__all__ = ["RetiringPins"]
 
 SLICE = 65_536
 """Number of items that a slice compares: about 2 ms."""
@@ -27,7 +27,7 @@ _SLOT_COST = 8
 """To find the block of a slot takes as long as this number of items."""
 
 
-class OverduePins:
+class RetiringPins:
     def __init__(
         self,
         *,

@@ -5,7 +5,7 @@ blocks of another size. If a class finds neither a free slot nor an idle extent,
 for it: its unpinned blocks are evicted, it gives no slot, and its pinned blocks leave the index.
 Readers keep their leases on these blocks, and lookups do not find them any more. When the last pin
 has ended, the class gets the extent. Pins that are left after `GRACE_SECONDS` are ended
-(`overdue_pins.py`), unless the class does not want the extent any more.
+(`retiring_pins.py`), unless the class does not want the extent any more.
 """
 
 from __future__ import annotations

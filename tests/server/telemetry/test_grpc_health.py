@@ -13,7 +13,7 @@ from harness.polling import async_wait_until
 
 from kvtier.server import app
 from kvtier.server.rpc.interceptor import RefusalInterceptor
-from kvtier.server.telemetry.health import Health, tier_service
+from kvtier.server.telemetry.grpc_health import Health, tier_service
 from kvtier.tiers.stats.snapshots import ManagerStats, TierStats
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

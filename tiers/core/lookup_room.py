@@ -1,4 +1,4 @@
-"""Placement: slots and pins for the blocks that a lookup has found.
+"""Room of a lookup: slots and pins for the blocks that a lookup has found.
 
 A lookup finds no room for a block if no slot can be freed for its promotion, if other lookups wait
 for room, or if the leases of its tenant pin as much memory as they may.
@@ -18,27 +18,27 @@ from .prefetches import PrefetchBudget
 from .room_queue import RoomQueue
 from .secondary import Presence, SecondaryTierState
 from .shares import PinBudget
-from .transfers import TransferScheduler
+from .tier_jobs import TierJobs
 
-__all__ = ["Placement"]
+__all__ = ["LookupRoom"]
 
 _PEEKED_KEYS = 4096
 """Number of leading keys that are examined for a promotion before a lookup: 0.1 µs per key."""
 
 
-class Placement:
+class LookupRoom:
     def __init__(
         self,
         *,
         cpu_tier: CpuTier,
-        transfers: TransferScheduler,
+        tier_jobs: TierJobs,
         room: RoomQueue,
         pin_budget: PinBudget,
     ) -> None:
         self.prefetches = PrefetchBudget(cpu_tier.memory)
         self._cpu_tier = cpu_tier
-        self._transfers = transfers
-        self._residency = transfers.residency
+        self._tier_jobs = tier_jobs
+        self._residency = tier_jobs.residency
         self._room = room
         self._pin_budget = pin_budget
 
@@ -106,7 +106,7 @@ class Placement:
                 self._drop_unplaced(match, failed, first if lookup.spec.prefix else limit)
             # The blocks that this lookup drops make no room for the waiting lookups.
             self._cpu_tier.has_more_room = had_room
-        self._transfers.promote(started, lookup.user)
+        self._tier_jobs.promote(started, lookup.user)
         if is_prefetch:
             self.prefetches.started(block for _, block in started)
         return len(started), first is None
@@ -128,7 +128,7 @@ class Placement:
         for _, block in found:
             if None in block.slots:
                 self.drop_promotion(block)
-        self._transfers.promote([(secondary, block) for secondary, block in found if block.promoting], None)
+        self._tier_jobs.promote([(secondary, block) for secondary, block in found if block.promoting], None)
         self._residency.send_queries()
 
     def drop_promotion(self, block: Block) -> None:

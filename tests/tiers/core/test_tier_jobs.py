@@ -22,7 +22,7 @@ from kvtier.tiers.core.cpu_tier import CpuTier
 from kvtier.tiers.core.requests import Request
 from kvtier.tiers.core.secondary import GATHER_SECONDS
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
-from kvtier.tiers.core.transfers import JOB_BYTES, TransferScheduler
+from kvtier.tiers.core.tier_jobs import JOB_BYTES, TierJobs
 from kvtier.tiers.stats.eviction_history import EvictionHistory
 from kvtier.tiers.types import EngineSession, JobId, Negotiation
 
@@ -50,7 +50,7 @@ class WriteBackMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.commands: list[Command] = []
-        self.scheduler = TransferScheduler(
+        self.scheduler = TierJobs(
             tiers=[Tier("disk", CAPACITY)],
             settings=TierSettings(),
             now=0.0,
@@ -85,7 +85,7 @@ class WriteBackMachine(RuleBasedStateMachine):
         return block in self.held or block in self.storing()
 
     def take(self, block: Block, limit: float) -> bool:
-        """Returns whether a block that the tier lacks is queued. The tier has room for all blocks."""
+        """Returns whether the tier queues a block that it lacks. It has room for all."""
         if self.stalled or bytes_of(self.storing()) + block.nbytes > limit:
             return False
         if not self.waiting:
