@@ -149,7 +149,9 @@ def test_a_waiting_lookup_keeps_out_no_lookup_without_a_wait(site: Site) -> None
         assert attacker.lookup(ATTACKERS[:part], lease=600, wait=WAIT).prefix_hits == part
         [before] = [each.calls for each in site.server.status().sessions if each.tenant == "acme"]
         waiting = threads.submit(lambda: attacker.lookup(ATTACKERS[part:], wait=WAIT, lease=600))
-        site.server.wait_for(lambda status: any(each.tenant == "acme" and each.calls > before for each in status.sessions))
+        site.server.wait_for(
+            lambda status: any(each.tenant == "acme" and each.calls > before for each in status.sessions)
+        )
         assert victim.prefetch(fresh[0]).no_room == 0
         assert KeyStatus.MISS not in victim.lookup(fresh[1]).statuses
         assert not waiting.done(), "the attacker's lookup waits"

@@ -93,8 +93,10 @@ def _holds(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _room(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
-    for line in core._lookups.room._lines.values():
+    for tenant, line in core._lookups.room._lines.items():
         yield "the head of a line waits", any(line.head in waiters for waiters in line.sessions.values()), True
+        tenants = {tenant_of(waiter.namespace) for waiters in line.sessions.values() for waiter in waiters}
+        yield "the tenants of a line", tenants, {tenant}
 
 
 def _slots(core: TierManager, core_view: CoreView) -> Iterator[tuple[str, Any, Any]]:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection
 
 from kvtier.tiers.core.commands import Waiter
-from kvtier.tiers.types import tenant_of
 
 from . import inspect as inside
 from .lookup_calls import Lookup
@@ -45,8 +44,6 @@ def check_room(world: World) -> None:
         is_new = world.rooms.heads.get(tenant) is not head
         if not head.is_offered and (is_new or (unpinned and world.doing not in LOOKUPS)):
             raise Violation(Invariant.ROOM, "there may be room, and the next lookup was not told")
-        if any(tenant_of(waiter.namespace) != tenant for waiter in inside.queued(line)):
-            raise Violation(Invariant.ROOM, "a lookup waits for those of another tenant")
         if is_new:
             _count_turn(world, tenant, head, line.sessions)
     world.saw("lookups of several tenants waited", len(lines) > 1)
