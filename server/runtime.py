@@ -335,7 +335,7 @@ class TierRuntime:
                 self._schedule_slice()
 
     def _wake_some(self, waiting: dict[asyncio.Future[None], None]) -> None:
-        """Wakes the first calls now, and the others later: thousands can wait for a block or a hold."""
+        """Wakes the first calls now, the others later: thousands can wait for a block or hold."""
         for future in list(islice(waiting, _WOKEN)):
             del waiting[future]
             if not future.done():

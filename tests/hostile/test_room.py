@@ -136,7 +136,7 @@ def test_many_waiting_lookups(site: Site) -> None:
 
 
 def test_a_waiting_lookup_keeps_out_no_lookup_without_a_wait(site: Site) -> None:
-    """The attacker has leased its part, and a further lookup waits. The victim's blocks are loaded."""
+    """The attacker has leased its part, and another lookup waits; the victim loads its blocks."""
     fresh = [[key_of(next(SALTS), salt="hasty") for _ in range(8)] for _ in range(2)]
     with (
         _client(site, "acme-far") as attacker,

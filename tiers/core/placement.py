@@ -1,7 +1,7 @@
 """Placement: slots and pins for the blocks that a lookup has found.
 
-A lookup finds no room for a block if no slot can be freed for its promotion, if other lookups of its
-tenant wait for room, or if the leases of its tenant pin as much memory as they may.
+A lookup finds no room for a block if no slot can be freed for its promotion, if other lookups of
+its tenant wait for room, or if the leases of its tenant pin as much memory as they may.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Placement:
         self._pin_budget = pin_budget
 
     def must_queue(self, lookup: RunningLookup) -> bool:
-        """Returns whether a lookup that needs room comes after lookups of its tenant that wait for it."""
+        """Returns whether a lookup that needs room comes after lookups of its tenant that wait."""
         namespace = lookup.session.namespace.id
         if self._room.may_take(namespace, lookup.waiter):
             return False

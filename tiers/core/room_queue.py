@@ -96,7 +96,7 @@ class RoomQueue:
             self._offer(line.head)
 
     def may_take(self, namespace: NamespaceId, waiter: Waiter | None) -> bool:
-        """Returns whether a lookup may take room: it is the head, or no lookup of its tenant waits."""
+        """Returns whether a lookup may take room: it is the head, or none of its tenant waits."""
         line = self._lines.get(tenant_of(namespace)) if self._lines else None
         return line is None or line.head is waiter
 
