@@ -38,6 +38,7 @@ from ..tiers.core.commands import (
 )
 from ..tiers.core.manager import TierManager
 from ..tiers.core.settings import TierSettings
+from ..tiers.core.slot_allocator import extent_bytes_for
 from ..tiers.stats.snapshots import ManagerStats
 from ..tiers.types import HoldName, JobId, LeaseId
 from .telemetry.downgrades import Downgrades
@@ -46,7 +47,7 @@ from .telemetry.metrics import JobObserver
 from .tier_host.guard import CheckedTier
 from .tier_host.worker import TierWorker, close_all
 
-__all__ = ["TierRuntime", "extent_bytes_for", "random_ids"]
+__all__ = ["TierRuntime", "random_ids"]
 
 _log = get_logger(__name__)
 
@@ -76,17 +77,6 @@ _WOKEN = 16
 
 T = TypeVar("T")
 _Name = LeaseId | HoldName | bytes | Waiter | None
-
-
-def extent_bytes_for(region_bytes: int) -> int:
-    """Returns the size of an extent: 64 MiB in a region of at least 2 GiB and less than 64 GiB.
-
-    In a smaller region an extent is 1/32 of the region, but at least 64 KiB. In a larger region an
-    extent is 1/512 of the region, but at most 256 MiB. The size is rounded down to a power of two.
-    A part of a block must fit into an extent, and each size class wastes at most one extent.
-    """
-    wanted = max(min(region_bytes // 32, 64 << 20), min(region_bytes // 512, 256 << 20))
-    return 1 << (max(wanted, 64 << 10).bit_length() - 1)
 
 
 class TierRuntime:
