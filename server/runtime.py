@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from typing import TypeVar
 
 from ..cuda.host.region import HUGE_PAGE_BYTES, HostRegion, RegionError
@@ -38,6 +38,7 @@ from ..tiers.core.commands import (
 )
 from ..tiers.core.manager import TierManager
 from ..tiers.core.settings import TierSettings
+from ..tiers.core.slot_allocator import extent_bytes_for
 from ..tiers.stats.snapshots import ManagerStats
 from ..tiers.types import HoldName, JobId, LeaseId
 from .telemetry.downgrades import Downgrades
@@ -46,7 +47,7 @@ from .telemetry.metrics import JobObserver
 from .tier_host.guard import CheckedTier
 from .tier_host.worker import TierWorker, close_all
 
-__all__ = ["TierRuntime", "extent_bytes_for", "random_ids"]
+__all__ = ["TierRuntime", "random_ids"]
 
 _log = get_logger(__name__)
 
@@ -71,18 +72,11 @@ _BACKING_CHUNK_BYTES = 64 << 20
 _HUGE_PART = 0.9
 """Part of the region that should be on huge pages. The kernel often lacks some of them."""
 
+_WOKEN = 16
+"""Number of calls that wake at once: 0.1 ms each."""
+
 T = TypeVar("T")
-
-
-def extent_bytes_for(region_bytes: int) -> int:
-    """Returns the size of an extent: 64 MiB in a region of at least 2 GiB and less than 64 GiB.
-
-    In a smaller region an extent is 1/32 of the region, but at least 64 KiB. In a larger region an
-    extent is 1/512 of the region, but at most 256 MiB. The size is rounded down to a power of two.
-    A part of a block must fit into an extent, and each size class wastes at most one extent.
-    """
-    wanted = max(min(region_bytes // 32, 64 << 20), min(region_bytes // 512, 256 << 20))
-    return 1 << (max(wanted, 64 << 10).bit_length() - 1)
+_Name = LeaseId | HoldName | bytes | Waiter | None
 
 
 class TierRuntime:
@@ -117,7 +111,7 @@ class TierRuntime:
         self._stall_seconds = stall_seconds
         self._stall_watch_from = 0.0
         """New stalls are detected from this time on. The end of a stall is always detected."""
-        self._waiting: dict[LeaseId | HoldName | bytes | Waiter | None, list[asyncio.Future[None]]] = defaultdict(list)
+        self._waiting: dict[_Name, dict[asyncio.Future[None], None]] = defaultdict(dict)
         self._observe_failure: Callable[[str], object] = lambda _: None
         self._slice_failed = False
         self._slice_seconds = 0.0
@@ -153,11 +147,13 @@ class TierRuntime:
 
     def run_commands(self) -> None:
         """Executes the commands that the core has queued. Call it after each call of the core."""
+        woken: dict[asyncio.Future[None], None] = {}
         commands = self.core.take_commands()
         while commands:
             for command in commands:
-                self._execute(command)
+                self._execute(command, woken)
             commands = self.core.take_commands()
+        self._wake_some(woken)
 
     def get_finished_jobs(self) -> None:
         """Passes the results of ended jobs to the core, which then unpins their blocks.
@@ -173,7 +169,7 @@ class TierRuntime:
         self.run_commands()
         self.notify_change()
 
-    async def wait_for(self, name: LeaseId | HoldName | bytes | Waiter | None, seconds: float) -> None:
+    async def wait_for(self, name: _Name, seconds: float) -> None:
         """Waits, at most `seconds`, for an event of a lease, hold, scope of the log or waiter.
 
         The event of a lease: no block of the lease is pending any more, or the lease has ended. The
@@ -181,14 +177,13 @@ class TierRuntime:
         after the events that were read. The event of a waiter: there may be room for it.
         """
         future = self._loop.create_future()
-        self._waiting[name].append(future)
+        self._waiting[name][future] = None
         try:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(future, seconds)
         finally:
-            waiting = self._waiting.get(name, [])
-            if future in waiting:
-                waiting.remove(future)
+            waiting = self._waiting.get(name, {})
+            waiting.pop(future, None)
             if not waiting:
                 self._waiting.pop(name, None)
 
@@ -309,7 +304,8 @@ class TierRuntime:
             self._backing.join()
         close_all(self._workers)
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, command: Command, woken: dict[asyncio.Future[None], None]) -> None:
+        """Executes a command. Adds the calls that must wake to `woken`."""
         if self._closing.is_set():
             return
         match command:
@@ -322,16 +318,20 @@ class TierRuntime:
             case RemoveFromTier(tier, keys):
                 self._workers[tier - 1].remove(keys)
             case LeaseSettled(name) | HoldChanged(name) | EventsRecorded(name) | RoomOffered(name):
-                self._wake(name)
+                woken.update(self._waiting.pop(name, {}))
             case EndReaders(lease_id):
                 self.end_readers(lease_id)
             case ContinueWork():
                 self._schedule_slice()
 
-    def _wake(self, name: LeaseId | HoldName | bytes | Waiter | None) -> None:
-        for future in self._waiting.pop(name, ()):
+    def _wake_some(self, waiting: dict[asyncio.Future[None], None]) -> None:
+        """Wakes the first calls now, the others later: thousands can wait for a block or hold."""
+        for future in list(islice(waiting, _WOKEN)):
+            del waiting[future]
             if not future.done():
                 future.set_result(None)
+        if waiting:
+            self._loop.call_soon(self._wake_some, waiting)
 
     def _schedule_slice(self) -> None:
         if self._slice_failed:

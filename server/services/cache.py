@@ -363,6 +363,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         """Waits until no block is pending. Returns None if the lease ended or has no block left."""
         try:
             await self._runtime.wait_for(lease.id, seconds)
+            await self._long_calls.scheduler.turn(session)  # thousands can wait for one block
         except asyncio.CancelledError:  # the client never gets the lease's id to release it
             with contextlib.suppress(CoreError):
                 self._core.release(session, lease.id)

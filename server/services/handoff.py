@@ -138,7 +138,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
             if self._core.is_settled(hold, blocks) if hold is not None else not self._core.may_come(name):
                 return
             await self._runtime.wait_for(name, remaining)
-            self._sessions.check(session)
+            await self._long_calls.scheduler.turn(session)  # a change wakes all claims of the hold
 
     def _remaining(self, hold: Hold) -> Duration:
         return duration_of(hold.expires_at - self._runtime.now())

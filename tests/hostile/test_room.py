@@ -22,7 +22,7 @@ from harness.polling import wait_until
 from harness.raw import RawSession
 from harness.server_process import MIB
 
-from kvtier.client import Client, KVTierError, StoreStatus, Timeouts
+from kvtier.client import Client, KeyStatus, KVTierError, StoreStatus, Timeouts
 from kvtier.protos.v1 import cache_pb2
 from kvtier.protos.wire.packed_keys import pack_keys
 
@@ -133,6 +133,31 @@ def test_many_waiting_lookups(site: Site) -> None:
             with contextlib.suppress(Exception):
                 future.result(TIMEOUT)
     site.server.wait_for(lambda status: status.leases == 0)
+
+
+def test_a_waiting_lookup_keeps_out_no_lookup_without_a_wait(site: Site) -> None:
+    """The attacker has leased its part, and another lookup waits; the victim loads its blocks."""
+    fresh = [[key_of(next(SALTS), salt="hasty") for _ in range(8)] for _ in range(2)]
+    with (
+        _client(site, "acme-far") as attacker,
+        _client(site, "zeta-engine") as victim,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        for keys in fresh:
+            _put_on_disk(victim, keys)
+        part = BLOCKS * 3 // 4
+        assert attacker.lookup(ATTACKERS[:part], lease=600, wait=WAIT).prefix_hits == part
+        [before] = [each.calls for each in site.server.status().sessions if each.tenant == "acme"]
+        waiting = threads.submit(lambda: attacker.lookup(ATTACKERS[part:], wait=WAIT, lease=600))
+        site.server.wait_for(
+            lambda status: any(each.tenant == "acme" and each.calls > before for each in status.sessions)
+        )
+        assert victim.prefetch(fresh[0]).no_room == 0
+        assert KeyStatus.MISS not in victim.lookup(fresh[1]).statuses
+        assert not waiting.done(), "the attacker's lookup waits"
+        attacker.close()
+        with contextlib.suppress(Exception):
+            waiting.result(TIMEOUT)
 
 
 def test_withdrawn_grants_of_others(site: Site) -> None:

@@ -24,7 +24,7 @@ from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.cache import CacheService
 from kvtier.server.services.long_calls import LongCalls
 from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
-from kvtier.tiers.core.call_specs import StoreSpec
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.negotiation import vote
 from kvtier.tiers.types import EngineSession, NamespaceSpec, StoreStatus
 
@@ -120,6 +120,24 @@ async def test_finished_jobs_can_be_polled(runtime: TierRuntime, tier: GatedTier
     answer = run_to_end(runtime.core.prepare_store(session, keys(200, 1), StoreSpec(lease_seconds=1e12), now=0))
     assert answer.statuses == bytes([StoreStatus.GRANTED])
     assert not any(hasattr(thing, "get_finished") for thing in (runtime, runtime.core, tier))
+
+
+async def test_lookups_that_wait_for_one_block_wake_in_portions(runtime: TierRuntime) -> None:
+    """The event loop handles other callbacks between them."""
+    core = runtime.core
+    session = core.open_session(b"s", "e", None, SPEC)
+    store = run_to_end(core.prepare_store(session, keys(0, 1), StoreSpec(lease_seconds=1e12), now=0))
+    spec = LookupSpec(lease_seconds=1e12)
+    leases = [run_to_end(core.lookup(session, keys(0, 1), spec, now=0)).lease for _ in range(320)]
+    waits = [asyncio.ensure_future(runtime.wait_for(lease.id, 600)) for lease in leases if lease is not None]
+    await async_wait_until(lambda: len(runtime._waiting) == 320)
+    run_to_end(core.complete_store(session, store.store_id))
+    runtime.run_commands()
+    rounds = 0
+    while not all(each.done() for each in waits):
+        rounds += 1
+        await asyncio.sleep(0)
+    assert rounds >= 10
 
 
 async def test_finished_jobs_are_processed_before_an_eviction(runtime: TierRuntime, tier: GatedTier) -> None:

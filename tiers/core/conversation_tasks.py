@@ -256,7 +256,7 @@ class ConversationTasks:
             yield None
 
     def _release(self, task: ConversationTask) -> Operation[None]:
-        others = self.table.retained(self.now)
+        others = self.table.retained({namespace for namespace, _, _ in task.targets}, self.now)
         for namespace, keys, conversation in _slices(task, max(1, min(SLICE, _SEARCHES // (1 + len(others))))):
             for key in keys:
                 found, until = self._has(namespace, key), 0.0

@@ -12,7 +12,7 @@ not used for the longest time. It never forgets a pinned conversation.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from heapq import nlargest
 from itertools import count, islice, takewhile
 from operator import attrgetter
@@ -236,9 +236,11 @@ class ConversationTable:
         users = self._users.get(namespace)
         return users.get(key, 0) if users else 0
 
-    def retained(self, now: float) -> Sequence[Conversation]:
-        """Returns the conversations whose blocks are retained."""
-        return [each for each in self if each.pinned or each.retain_until > now]
+    def retained(self, namespaces: Collection[NamespaceId], now: float) -> Sequence[Conversation]:
+        """Returns the conversations of these namespaces whose blocks are retained."""
+        tenants = filter(None, [self._tenants.get(tag) for tag in set(map(_tag, namespaces))])
+        found = (each for tenant in tenants for each in tenant.conversations.values())
+        return [each for each in found if each.namespace.id in namespaces and (each.pinned or each.retain_until > now)]
 
     def _discard(self, conversation: Conversation, keys: Sequence[bytes]) -> None:
         """Removes recorded keys of a conversation."""

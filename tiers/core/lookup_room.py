@@ -1,7 +1,7 @@
 """Room of a lookup: slots and pins for the blocks that a lookup has found.
 
-A lookup finds no room for a block if no slot can be freed for its promotion, if other lookups wait
-for room, or if the leases of its tenant pin as much memory as they may.
+A lookup finds no room for a block if no slot can be freed for its promotion, if other lookups of
+its tenant wait for room, or if the leases of its tenant pin as much memory as they may.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LookupRoom:
         self._pin_budget = pin_budget
 
     def must_queue(self, lookup: RunningLookup) -> bool:
-        """Returns whether a lookup that needs room comes after lookups that wait for room."""
+        """Returns whether a lookup that needs room comes after lookups of its tenant that wait."""
         namespace = lookup.session.namespace.id
         if self._room.may_take(namespace, lookup.waiter):
             return False
@@ -101,7 +101,7 @@ class LookupRoom:
             lookup.may_wait = lookup.may_wait and not match.retries and self._may_fit(lookup, match, first)
             if lookup.may_wait:
                 self._truncate(match, first)
-                lookup.lacks_room, lookup.is_over_budget = True, first == limit
+                lookup.lacks_room = True
             else:
                 self._drop_unplaced(match, failed, first if lookup.spec.prefix else limit)
             # The blocks that this lookup drops make no room for the waiting lookups.

@@ -14,11 +14,22 @@ from itertools import groupby
 
 from ..types import SLOT_ALIGNMENT
 
-__all__ = ["Extent", "SlotAllocator"]
+__all__ = ["Extent", "SlotAllocator", "extent_bytes_for"]
 
 _BYTES_PER_OFFSET = 64
 """Slot bytes per rank: the offsets of a block, 8 bytes each, take an eighth of a slot or less. This
 matters only for more than 64 ranks."""
+
+
+def extent_bytes_for(region_bytes: int) -> int:
+    """Returns the size of an extent: 64 MiB in a region of at least 2 GiB and less than 64 GiB.
+
+    In a smaller region an extent is 1/32 of the region, but at least 64 KiB. In a larger region an
+    extent is 1/512 of the region, but at most 256 MiB. The size is rounded down to a power of two.
+    A part of a block must fit into an extent, and each size class wastes at most one extent.
+    """
+    wanted = max(min(region_bytes // 32, 64 << 20), min(region_bytes // 512, 256 << 20))
+    return 1 << (max(wanted, 64 << 10).bit_length() - 1)
 
 
 class Extent:

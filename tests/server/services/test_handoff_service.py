@@ -114,6 +114,21 @@ async def test_waiting_claims_are_answered_before_the_call(engine: Engine, runti
     assert runtime.core.take_commands() == []
 
 
+async def test_other_calls_run_while_many_claims_of_a_hold_wake(engine: Engine, runtime: TierRuntime) -> None:
+    """The event loop handles other callbacks between them."""
+    claims, name = [asyncio.ensure_future(engine.claim(wait=600)) for _ in range(320)], (SPEC.id, "e", "r")
+    await async_wait_until(lambda: len(runtime._waiting.get(name, ())) == len(claims))
+    await engine.publish(keys(0, 1))  # no client stores the block, so all claims continue to wait
+    rounds = 0
+    while len(runtime._waiting.get(name, ())) < len(claims):
+        rounds += 1
+        await asyncio.sleep(0)
+    assert rounds >= 10
+    await engine.release()
+    assert {type(each) for each in await asyncio.gather(*claims, return_exceptions=True)} == {HoldNotFound}
+    assert not runtime._waiting
+
+
 async def test_a_draining_server_accepts_no_holds(engine: Engine) -> None:
     """Existing holds can still be claimed and released."""
     engine.store(keys(0, 1))

@@ -171,6 +171,19 @@ def test_released_blocks_can_be_evicted() -> None:
     assert rig.visible("alice") & set(keys(range(12))) == set(keys(range(4, 12)))
 
 
+def test_a_release_searches_no_conversations_of_another_tenant() -> None:
+    """However many of them are retained, it takes as many slices."""
+    rig, slices = Rig(), []
+    for number in range(2):
+        first, _ = store(rig, f"first {number}", range(64)), store(rig, f"second {number}", range(64))
+        release = Steps(rig.core.act_on_conversations(BlockAction.RELEASE, [first]))
+        with mock.patch.object(conversation_tasks, "_SEARCHES", 64):
+            slices.append(sum(1 for _ in iter(release.step, False)))
+        theirs = [begin(rig, f"{each}", owner="bob") for each in range(64)]
+        work(rig, rig.core.act_on_conversations(BlockAction.RETAIN, theirs, 60))
+    assert slices[0] == slices[1]
+
+
 def test_demoted_blocks_are_evicted_first() -> None:
     """If a tier below has them; retention ends. A later use makes them ordinary blocks again."""
     rig = disk_rig()

@@ -141,7 +141,6 @@ class Lookup(Call):
             self.ticket = rooms.next_ticket()
             self.world.saw("lookups waited for room")
         self.world.saw("waits for room refused", is_full and could_wait and not (lookup.may_wait or has_waited))
-        self.world.saw("turns yielded", self.waiter is not None and lookup.is_over_budget)
         if place is not None and not more:
             rooms.told.discard(place)
         if lookup.lease is not None:

@@ -166,6 +166,7 @@ EXERCISED = (
     "lookups fell short",
     "lookups in slices",
     "lookups lost their lease",
+    "lookups of several tenants waited",
     "lookups waited for room",
     "prefetches abandoned",
     "prefetches in slices",
@@ -175,8 +176,7 @@ EXERCISED = (
     "publications in slices",
     "room taken after a wait",
     "stores ended during their preparation",
-    "turns of several tenants",
-    "turns yielded",
+    "turns of several sessions",
     "waits for room refused",
     "waits for room timed out",
 )

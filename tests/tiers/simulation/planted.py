@@ -789,11 +789,11 @@ MUTANTS = (
         "            if line.head is not None:\n                pass\n",
     ),
     Mutant(
-        "lookups that have ended still count as waiting",
+        "the line of a lookup that has ended stays",
         Invariant.ROOM,
         "core/room_queue.py",
-        "        self._per_tenant[tenant] -= 1\n",
-        "",
+        "        if not line.sessions:\n            del self._lines[tenant]\n        elif line.head is waiter:\n",
+        "        if line.sessions and line.head is waiter:\n",
     ),
     Mutant(
         "an entry of 0 leased bytes stays",
