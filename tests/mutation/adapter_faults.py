@@ -178,7 +178,7 @@ ADAPTER_FAULTS = (
     ),
     Fault(
         "free blocks with a partial hash get a key",
-        _VLLM + "scheduler/requests.py",
+        _VLLM + "scheduler/block_pool.py",
         "if tokens % group.block_tokens == 0 and tag is not None else None",
         "if tag is not None else None",
     ),
