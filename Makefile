@@ -47,6 +47,9 @@ SHOW_PROGRESS = 2>&1 | sed -u -n -E -e 's/^ *Collecting ([^ ]+).*/  \1/p' \
 # SGLang has no wheel with kernels for CPUs. The folder on the path replaces those that are needed.
 SGLANG_ON_CPU = SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$(CURDIR)/tools/sglang_cpu
 
+# Without a bytecode cache, each worker of pytest and each server compiles all files: 20 seconds per worker.
+unexport PYTHONDONTWRITEBYTECODE
+
 # A failed pip must fail the recipe, although `sed` succeeds.
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c

@@ -7,12 +7,12 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.command_line import kvtier
 from harness.doc_sandbox import DocSandbox
 from harness.pages import ROOT, Block, blocks_of, commands_of, pages
 
@@ -90,8 +90,7 @@ def test_console_block_is_valid_without_running(block: Block) -> None:
         words = shlex.split(command, comments=True)
         if words[0] == "kvtier":
             names = words[1:3] if words[1] in ("conversations", "fleet") else words[1:2]
-            helped = [sys.executable, "-m", "kvtier.server", *names, "--help"]
-            known = subprocess.run(helped, capture_output=True, text=True, check=True).stdout
+            known = kvtier(*names, "--help").stdout
             assert [word for word in words if word.startswith("--") and word.partition("=")[0] not in known] == []
         if words[0] == "make":
             assert {word for word in words[1:] if "=" not in word} <= targets

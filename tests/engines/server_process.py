@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.fork_server import ForkedProcess, fork_command, run_command
 from harness.polling import polls, wait_until
 from harness.signals import stop
 
@@ -35,7 +36,7 @@ class ServerProcess:
         self.folder, self.region, self.flags = folder, region, tuple(flags)
         self._environment = {**os.environ, **(_LONG_TIMEOUTS if long_timeout else {})}
         self.endpoint = f"unix:{folder / 'kvtier.sock'}"
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     @property
     def is_running(self) -> bool:
@@ -44,16 +45,16 @@ class ServerProcess:
 
     def start(self) -> None:
         """Starts it and waits until it answers."""
-        command = [_KVTIER, "serve", "--listen", self.endpoint, "--region-size", self.region, *self.flags]
+        arguments = ["serve", "--listen", self.endpoint, "--region-size", self.region, *self.flags]
+        arguments += ["--data-dir", str(self.folder / "data")]
         self._reap()
-        with (self.folder / "server.log").open("ab") as log:
-            self._child = subprocess.Popen(
-                [*command, "--data-dir", self.folder / "data"],
-                stdout=log,
-                stderr=log,
-                env=self._environment,
-                start_new_session=True,
-            )
+        with (self.folder / "server.log").open("ab") as log, open(os.devnull) as null:  # noqa: PTH123
+            files = {"stdin": null.fileno(), "stdout": log.fileno(), "stderr": log.fileno()}
+            if __name__ == "__main__":  # a fork would end with this process
+                command = [_KVTIER, *arguments]
+                self._child = subprocess.Popen(command, env=self._environment, start_new_session=True, **files)
+            else:
+                self._child = fork_command(arguments, environment=self._environment, **files)
         (self.folder / "pid").write_text(str(self._child.pid))
         for _ in polls(START_SECONDS, 0.1):
             with contextlib.suppress(subprocess.CalledProcessError):
@@ -104,8 +105,9 @@ class ServerProcess:
         return self._ask("conversations", *options)
 
     def _ask(self, what: str, *options: str, seconds: int = 60) -> dict[str, Any]:
-        command = [_KVTIER, what, *options, "--json", "--timeout", str(seconds), "--endpoint", self.endpoint]
-        done = subprocess.run(command, capture_output=True, check=True, timeout=seconds + 60)
+        arguments = [what, *options, "--json", "--timeout", str(seconds), "--endpoint", self.endpoint]
+        done = run_command(arguments, environment=os.environ, timeout=seconds + 60)
+        done.check_returncode()
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer
 

@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -242,5 +243,8 @@ def test_digests_are_equal_in_each_process() -> None:
         "settings = {'s': {'a', 'b', 'c', ('d', 1)}, 'f': NeutralSettings, 'n': float('nan')}\n"
         "print(digest_of_settings(plain_settings(settings, NeutralSettings({}))))"
     )
-    found = {subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout for _ in range(3)}
+    found = {
+        subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed})
+        for seed in "12"
+    }
     assert len(found) == 1

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness.polling import wait_until
+from harness.launch import launch
 from harness.tiny_llama import tiny_llama
 from transformers import DynamicCache
 
@@ -31,13 +29,9 @@ def model() -> Any:
 @pytest.fixture
 def endpoint(tmp_path: Path) -> Iterator[str]:
     """A real server for this test."""
-    address = f"unix:{tmp_path / 'kvtier.sock'}"
-    command = [Path(sys.executable).with_name("kvtier"), "serve", "--listen", address]
-    command += ["--region-size", "64MiB", "--data-dir", str(tmp_path / "data")]
-    with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-        wait_until((tmp_path / "kvtier.sock").exists)
-        yield address
-        process.terminate()
+    with launch(tmp_path, region="64MiB") as server:
+        server.wait_ready()
+        yield f"unix:{tmp_path}/s"
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ import importlib
 import json
 import os
 import pkgutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +32,7 @@ from harness.auth_site import (
     status_of,
 )
 from harness.bulk import push_call, tls_route, wait_for_bulk
+from harness.command_line import kvtier
 from harness.launch import launch
 from harness.payloads import assert_serves, key_of, namespace_of, payload
 from harness.polling import wait_until
@@ -332,17 +331,13 @@ class TestStrict:
         """With `--token-file`; without it the error names what is missing."""
         file = tmp_path / "token"
         file.write_text(strict.tokens.token["boss"])
-        command = [sys.executable, "-m", "kvtier.server", "status", "--endpoint", strict.server.endpoint]
-        done = subprocess.run([*command, "--token-file", str(file)], capture_output=True, text=True, check=False)
-        assert (done.returncode, "sessions" in done.stdout) == (0, True), done.stderr
-        # the flag overrides it
-        environ = os.environ | {"KVTIER_TOKEN": strict.tokens.token["acme-engine"]}
+        command = ["status", "--endpoint", strict.server.endpoint]
         told = [*command, "--token-file", str(file)]
-        done = subprocess.run(told, capture_output=True, text=True, check=False, env=environ)
-        assert (done.returncode, "sessions" in done.stdout) == (0, True), done.stderr
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 1
-        assert "a token is needed" in done.stderr
+        assert "sessions" in kvtier(*told).stdout
+        # the flag overrides it
+        environ = {"KVTIER_TOKEN": strict.tokens.token["acme-engine"]}
+        assert "sessions" in kvtier(*told, environment=environ).stdout
+        assert "a token is needed" in kvtier(*command, code=1).stderr
 
 
 def test_removing_a_token_ends_its_sessions(tmp_path: Path) -> None:
@@ -518,9 +513,8 @@ class TestTokenCommand:
     def test_prints_the_token_once_and_writes_its_hash(self, tmp_path: Path) -> None:
         """The file is readable by its owner only, works, and does not contain the token."""
         file = tmp_path / "tokens.toml"
-        command = [sys.executable, "-m", "kvtier.server", "token", "new", "--file", str(file)]
         made = [
-            subprocess.run([*command, *more], capture_output=True, text=True, check=True).stdout.strip()
+            kvtier("token", "new", "--file", str(file), *more).stdout.strip()
             for more in (["--tenant", "acme", "--role", "engine"], ["--role", "admin", "--name", "me"])
         ]
         assert len(set(made)) == 2
@@ -538,15 +532,15 @@ class TestTokenCommand:
     def test_keeps_mode_and_location_of_the_file(self, tmp_path: Path) -> None:
         """The server's user can still read the file, and a link still leads to the same file."""
         file = tmp_path / "tokens.toml"
-        command = [sys.executable, "-m", "kvtier.server", "token", "new", "--role", "admin", "--file"]
-        subprocess.run([*command, str(file)], capture_output=True, check=True)
+        command = ["token", "new", "--role", "admin", "--file"]
+        kvtier(*command, str(file))
         file.chmod(0o640)
         if os.getuid() == 0:
             os.chown(file, 4711, 4712)
         before = file.stat()
         link = tmp_path / "link"
         link.symlink_to(file)
-        subprocess.run([*command, str(link), "--name", "second"], capture_output=True, check=True)
+        kvtier(*command, str(link), "--name", "second")
         after = file.stat()
         assert file.read_text().count("[[tokens]]") == 2
         assert link.is_symlink()
@@ -556,12 +550,8 @@ class TestTokenCommand:
         """An engine needs a tenant, and a file that is not a token file is left unchanged."""
         file = tmp_path / "tokens.toml"
         file.write_text("nonsense")
-        command = [sys.executable, "-m", "kvtier.server", "token", "new", "--role", "engine"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert (done.returncode, "--tenant is missing" in done.stderr) == (2, True)
-        done = subprocess.run(
-            [*command, "--tenant", "a", "--file", str(file)], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 1
+        command = ["token", "new", "--role", "engine"]
+        assert "--tenant is missing" in kvtier(*command, code=2).stderr
+        kvtier(*command, "--tenant", "a", "--file", str(file), code=1)
         assert file.read_text() == "nonsense"
         assert list(tmp_path.iterdir()) == [file]

@@ -58,12 +58,14 @@ def doctor(
 
 
 def _interpreter(limits: str, *, unprivileged: bool) -> list[str]:
-    interpreter = [sys.executable]
+    """Returns what runs Python with these limits; nothing if a fork will do."""
+    interpreter = []
     if limits:
-        interpreter = ["sh", "-c", f'ulimit {limits} && exec "$@"', "sh", *interpreter]
+        interpreter = ["sh", "-c", f'ulimit {limits} && exec "$@"', "sh", sys.executable]
     if unprivileged and os.geteuid() == 0:
         if shutil.which("setpriv") is None:
             pytest.skip("setpriv is not here, and root may do everything")
+        interpreter = interpreter or [sys.executable]
         interpreter = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all", *interpreter]
     return interpreter
 

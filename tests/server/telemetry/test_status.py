@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.command_line import kvtier
 from harness.launch import launch
 from harness.payloads import filled, key_of, namespace_of, payload
 from harness.server_process import ServerProcess
@@ -28,9 +27,7 @@ PART = 64 << 10
 
 def status(endpoint: str, *flags: str) -> str:
     """Returns the output of `kvtier status`; KVTIER_ENDPOINT names the server."""
-    command = [sys.executable, "-m", "kvtier.server", "status", *flags]
-    environment = os.environ | {"KVTIER_ENDPOINT": endpoint}
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment).stdout
+    return kvtier("status", *flags, environment={"KVTIER_ENDPOINT": endpoint}).stdout
 
 
 def test_status(tmp_path: Path) -> None:
