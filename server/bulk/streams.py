@@ -326,9 +326,11 @@ def _read_data_head(connection: Connection, stream: Stream, number: int) -> fram
     Raises `Refused`, and `CrossedFrameError` for a frame of another call.
     """
     head = connection.read(frames.HEAD_BYTES)
-    if head == frames.pack_end(number):
-        return None
     try:
+        length, kind, call = frames.unpack_head(head)
+        if kind == frames.FrameKind.END and not length:
+            frames.check_number(call, number)
+            return None
         data = frames.unpack_data_head(head + connection.read(frames.DATA_HEAD_BYTES - frames.HEAD_BYTES))
     except ValueError as error:
         stream.damaged()
