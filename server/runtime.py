@@ -148,12 +148,12 @@ class TierRuntime:
     def run_commands(self) -> None:
         """Executes the commands that the core has queued. Call it after each call of the core."""
         woken: dict[asyncio.Future[None], None] = {}
-        commands = self.core.take_commands()
-        while commands:
-            for command in commands:
-                self._execute(command, woken)
-            commands = self.core.take_commands()
-        self._wake_some(woken)
+        try:
+            while commands := self.core.take_commands():
+                for command in commands:
+                    self._execute(command, woken)
+        finally:
+            self._wake_some(woken)
 
     def get_finished_jobs(self) -> None:
         """Passes the results of ended jobs to the core, which then unpins their blocks.

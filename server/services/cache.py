@@ -368,6 +368,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             with contextlib.suppress(CoreError):
                 self._core.release(session, lease.id)
             raise
+        except Refused:  # the session has ended
+            self._core.take_back_hits(lease, MissReason.PENDING)
+            raise
         try:
             self._core.lease(session, lease.id)
         except CoreError:

@@ -213,6 +213,8 @@ class RunningLookup:
     may_wait: bool = False
     lacks_room: bool = False
     """Whether the last slice ended before the first block for which there was no room."""
+    is_over_budget: bool = False
+    """Whether the leases of the tenant pin as much as they may. Other tenants may have room."""
     waiter: Waiter | None = None
     """Place in the room queue, if the lookup waits for room."""
     user: Hashable = None

@@ -1,7 +1,7 @@
 """Room of a lookup: slots and pins for the blocks that a lookup has found.
 
-A lookup finds no room for a block if no slot can be freed for its promotion, if other lookups of
-its tenant wait for room, or if the leases of its tenant pin as much memory as they may.
+A lookup finds no room for a block if no slot can be freed for its promotion, if other lookups take
+room before it, or if the leases of its tenant pin as much memory as they may.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ class LookupRoom:
         self._pin_budget = pin_budget
 
     def must_queue(self, lookup: RunningLookup) -> bool:
-        """Returns whether a lookup that needs room comes after lookups of its tenant that wait."""
-        namespace = lookup.session.namespace.id
-        if self._room.may_take(namespace, lookup.waiter):
+        """Returns whether a lookup that needs room comes after lookups that wait."""
+        if self._room.may_take(lookup.session.namespace.id, lookup.waiter, may_wait=True):
             return False
         needs_room = self._needs_room(lookup)
         self._residency.send_queries()
@@ -85,7 +84,8 @@ class LookupRoom:
         had_room = self._cpu_tier.has_more_room
         is_prefetch, stops = lookup.prefetch is not None, lookup.spec.prefix or lookup.may_wait
         fitting = [block for position, _, block in match.promotions if limit is None or position < limit]
-        wanted = fitting if self._room.may_take(lookup.session.namespace.id, lookup.waiter) else []
+        namespace, may_wait = lookup.session.namespace.id, lookup.may_wait
+        wanted = fitting if self._room.may_take(namespace, lookup.waiter, may_wait=may_wait) else []
         self._cpu_tier.reserve(self.prefetches.admitted(wanted) if is_prefetch else wanted)
         started = []
         failed: dict[Block, int] = {}
@@ -101,7 +101,7 @@ class LookupRoom:
             lookup.may_wait = lookup.may_wait and not match.retries and self._may_fit(lookup, match, first)
             if lookup.may_wait:
                 self._truncate(match, first)
-                lookup.lacks_room = True
+                lookup.lacks_room, lookup.is_over_budget = True, first == limit
             else:
                 self._drop_unplaced(match, failed, first if lookup.spec.prefix else limit)
             # The blocks that this lookup drops make no room for the waiting lookups.

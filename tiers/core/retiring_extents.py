@@ -141,6 +141,13 @@ class RetiringExtents:
             if each.extent.next_class and self._now - each.begun_at >= GRACE_SECONDS
         ]
 
+    def overdue_among(self, blocks: Iterable[Block]) -> set[Block]:
+        """Returns those of these blocks that have a slot in an extent whose pins must be ended."""
+        extents, extent_at = set(self.overdue()), self._memory.extent_at
+        return {
+            block for block in blocks if any(slot is not None and extent_at(slot) in extents for slot in block.slots)
+        }
+
     def blocks_in(self, extent: Extent) -> list[Block]:
         """Returns the blocks with a slot in an extent."""
         owners = map(self._owner_of, sorted(self._memory.in_use(extent)))

@@ -63,11 +63,11 @@ class RetiringPins:
         try:
             blocks: set[Block] = set()
             for extent in extents:
-                blocks.update(self._retiring.blocks_in(extent))
+                blocks |= self._retiring.overdue_among(self._retiring.blocks_in(extent))
                 room -= _SLOT_COST * extent.used
                 if room <= 0:
                     yield None
-                    room, blocks = SLICE, self._still_retiring(blocks)
+                    room, blocks = SLICE, self._retiring.overdue_among(blocks)
             pinning: list[BlockLease | Store | Hold] = [*self._leases, *self._stores, *self._handoffs.all()]
             for each in pinning:
                 items = each.blocks if isinstance(each, Store) else each.items
@@ -76,14 +76,10 @@ class RetiringPins:
                 room -= _COST + len(items)
                 if room <= 0:
                     yield None
-                    room, blocks = SLICE, self._still_retiring(blocks)
+                    room, blocks = SLICE, self._retiring.overdue_among(blocks)
             self._drop_incomplete(blocks)
         finally:
             self.runs = False
-
-    def _still_retiring(self, blocks: Collection[Block]) -> set[Block]:
-        """Returns those of these blocks whose extents have not stayed with their class."""
-        return {block for block in blocks if self._retiring.retires(block)}
 
     def _end(self, pinning: BlockLease | Store | Hold, blocks: Collection[Block]) -> None:
         if isinstance(pinning, BlockLease):

@@ -472,3 +472,29 @@ def test_a_hold_with_a_repeated_key_ends_in_a_retiring_extent() -> None:
     core.release_hold(hold.name, 1)
     assert run_to_end(core.prepare_store(other, keys(1), spec, now=1)).statuses == GRANTED
     core.tick(2)
+
+
+def test_leases_in_an_extent_that_retires_anew_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for pins is in the middle when the extent stays with its class and retires again."""
+    server = Server()
+    numbers = pinned(server.fill())
+    leases = [server.lease(server.alice, *numbers) for _ in range(10)]
+    monkeypatch.setattr(retiring_pins, "SLICE", 1)
+    core, pins = server.core, server.core._retiring_pins
+    for second in range(1, int(GRACE_SECONDS) + 2):
+        server.store(server.bob, 1)
+        core.tick(float(second))
+        if pins.runs:
+            break
+        while any(isinstance(command, ContinueWork) for command in core.take_commands()):
+            core.work()
+    assert pins.runs
+    retiring = core._cpu_tier.retiring
+    for retirement in retiring._all.values():
+        retirement.begun_at = retiring._now
+    is_open = core._lookups.leases.is_open
+    left = [lease for lease in leases if lease is not None and is_open(lease)]
+    assert left
+    while pins.runs:
+        core.work()
+    assert all(map(is_open, left))

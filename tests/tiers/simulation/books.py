@@ -93,10 +93,17 @@ def _holds(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _room(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
-    for tenant, line in core._lookups.room._lines.items():
-        yield "the head of a line waits", any(line.head in waiters for waiters in line.sessions.values()), True
-        tenants = {tenant_of(waiter.namespace) for waiters in line.sessions.values() for waiter in waiters}
-        yield "the tenants of a line", tenants, {tenant}
+    room = core._lookups.room
+    tenants = Counter[bytes]()
+    for line in room._lines.values():
+        waiters = set[Any]()
+        for tenant, sessions in line.tenants.items():
+            for own in sessions.values():
+                tenants[tenant] += len(own)
+                waiters.update(own)
+        yield "the head of a line waits", line.head in waiters, True
+        yield "heads that gave up wait", line.in_vain - waiters, set()
+    yield "waiting lookups of tenants", room._per_tenant, tenants
 
 
 def _slots(core: TierManager, core_view: CoreView) -> Iterator[tuple[str, Any, Any]]:

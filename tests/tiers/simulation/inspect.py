@@ -207,19 +207,19 @@ def allocated_bytes(core: TierManager, spec: NamespaceSpec, key: bytes) -> int:
     return core._cpu_tier.memory.slot_bytes_for(spec.part_bytes_of(key), spec.world_size) * spec.world_size
 
 
-def lines(core: TierManager) -> dict[bytes, _Line]:
-    """Returns the lookups that wait for room, by the tag of their tenant."""
+def lines(core: TierManager) -> dict[TenantShare, _Line]:
+    """Returns the lookups that wait for room, by the tenant share that they need it of."""
     return core._lookups.room._lines
 
 
 def line_of(core: TierManager, namespace: NamespaceId) -> _Line | None:
-    """Returns the lookups of a namespace's tenant that wait for room; None without any."""
-    return lines(core).get(tenant_of(namespace))
+    """Returns the lookups that wait for room with one of this namespace; None without any."""
+    return lines(core).get(core._cpu_tier.queues.shares.of(namespace))
 
 
 def queued(line: _Line) -> list[Waiter]:
     """Returns the lookups of a line."""
-    return [waiter for waiters in line.sessions.values() for waiter in waiters]
+    return [waiter for sessions in line.tenants.values() for waiters in sessions.values() for waiter in waiters]
 
 
 def head_of(core: TierManager, namespace: NamespaceId) -> Waiter | None:
@@ -228,9 +228,16 @@ def head_of(core: TierManager, namespace: NamespaceId) -> Waiter | None:
     return line.head if line is not None else None
 
 
+def waiting_of(core: TierManager, namespace: NamespaceId) -> set[Waiter | None]:
+    """Returns the lookups of a namespace's tenant that wait for room."""
+    line = line_of(core, namespace)
+    sessions = line.tenants.get(tenant_of(namespace), {}) if line is not None else {}
+    return {waiter for waiters in sessions.values() for waiter in waiters}
+
+
 def is_full_of_waiters(core: TierManager, namespace: NamespaceId) -> bool:
     """Returns whether the tenant of a namespace has as many waiting lookups as it may."""
-    return len(line_of(core, namespace) or ()) >= room_queue.MAX_WAITERS
+    return core._lookups.room._per_tenant[tenant_of(namespace)] >= room_queue.MAX_WAITERS
 
 
 def state_of(operation: Operation[Any], name: str) -> Any:
@@ -431,6 +438,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "leased bytes": core._lookups.leases.leased_bytes,
         "only held bytes": core._lookups.pin_budget.held,
         "lookups that wait for room": core._lookups.room._lines,
+        "number of lookups that wait for room": core._lookups.room._per_tenant,
         "publications": core._handoffs._publications,
         "blocks to unpin": unpins(core),
         "items of tenants": core._lookups.leases._tenant_items,

@@ -98,9 +98,9 @@ class RoomBook:
         self.told: set[Waiter] = set()
         """Lookups with an offer of room."""
         self.heads: dict[object, Waiter | None] = {}
-        """Per tenant the lookup that had the turn after the last event."""
+        """Per tenant share the lookup that had the turn after the last event."""
         self.passed: dict[object, Counter[bytes]] = {}
-        """Per tenant and waiting session the number of turns of others since its last turn."""
+        """Per tenant share and waiting tenant the number of turns of others since its last turn."""
         self._tickets = 0
 
     def next_ticket(self) -> int:

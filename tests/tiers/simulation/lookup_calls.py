@@ -95,6 +95,7 @@ class Lookup(Call):
         resetting, clock = self.world.core.resetting(self.session), inside.clock(self.world.core)
         not_retained, place = lookup.not_retained, lookup.waiter
         turn = inside.head_of(self.world.core, self.session.namespace.id)
+        others = inside.waiting_of(self.world.core, self.session.namespace.id) - {place}
         more = self._look_up()
         keys = self.keys[start : lookup.position]
         fell_short = lookup.lease is None and lease is not None
@@ -103,7 +104,9 @@ class Lookup(Call):
         found = [block for block in items if block is not None]
         if lookup.lease is None and lookup.prefetch is None:  # there are too few hits
             found = [] if fell_short and not keys else inside.used_since(self.world.core, self.session, keys, clock)
-        self._check_room_taken([block for block in found if block.promoting and block not in promoting], turn, place)
+        took = [block for block in found if block.promoting and block not in promoting]
+        if lookup.may_wait or lookup.lacks_room or others:
+            self._check_room_taken(took, turn, place)
         self.actors.used(
             self.session, list(dict.fromkeys(found)), lookup.retain_until, lookup.not_retained - not_retained
         )
@@ -141,6 +144,7 @@ class Lookup(Call):
             self.ticket = rooms.next_ticket()
             self.world.saw("lookups waited for room")
         self.world.saw("waits for room refused", is_full and could_wait and not (lookup.may_wait or has_waited))
+        self.world.saw("turns yielded", self.waiter is not None and lookup.is_over_budget)
         if place is not None and not more:
             rooms.told.discard(place)
         if lookup.lease is not None:

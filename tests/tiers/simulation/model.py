@@ -38,7 +38,7 @@ CONVERSATIONS = ("", "", "c1", "c2", "c3", "c4")
 SPECS = (
     NamespaceSpec(NamespaceId(b"A" * 32), world_size=1, part_bytes=(4096, 12288)),
     NamespaceSpec(NamespaceId(b"B" * 32), world_size=2, part_bytes=(8192,)),
-    NamespaceSpec(NamespaceId(b"C" * 32), world_size=1, part_bytes=(4096,)),
+    NamespaceSpec(NamespaceId(b"C" * 32), world_size=1, part_bytes=(4096, 12288)),
 )
 CHAINS = {
     group: [[b"%d.%d" % (chain, n) + group.to_bytes(4, "big") for n in range(32)] for chain in range(3)]
@@ -166,7 +166,6 @@ EXERCISED = (
     "lookups fell short",
     "lookups in slices",
     "lookups lost their lease",
-    "lookups of several tenants waited",
     "lookups waited for room",
     "prefetches abandoned",
     "prefetches in slices",
@@ -176,7 +175,8 @@ EXERCISED = (
     "publications in slices",
     "room taken after a wait",
     "stores ended during their preparation",
-    "turns of several sessions",
+    "turns of several tenants",
+    "turns yielded",
     "waits for room refused",
     "waits for room timed out",
 )

@@ -764,8 +764,8 @@ MUTANTS = (
         "later lookups of a session come first",
         Invariant.ROOM,
         "core/room_queue.py",
-        "return next(iter(waiters))",
-        "return next(reversed(waiters))",
+        "next(iter(line.tenants[tenant][session_id]))",
+        "next(reversed(line.tenants[tenant][session_id]))",
     ),
     Mutant(
         "lookups take room before their turn",
@@ -778,8 +778,8 @@ MUTANTS = (
         "the next lookup is not told of its turn",
         Invariant.ROOM,
         "core/room_queue.py",
-        "        elif line.head is waiter:\n            line.head = self._next(line)\n            self._offer(line.head)\n",
-        "        elif line.head is waiter:\n            line.head = self._next(line)\n",
+        "        elif line.head is waiter:\n            self._give_turn(line)\n",
+        "        elif line.head is waiter:\n            line.head = self._following(line)[2]\n",
     ),
     Mutant(
         "waiting lookups are not told of room",
@@ -789,11 +789,11 @@ MUTANTS = (
         "            if line.head is not None:\n                pass\n",
     ),
     Mutant(
-        "the line of a lookup that has ended stays",
+        "lookups that have ended still count as waiting",
         Invariant.ROOM,
         "core/room_queue.py",
-        "        if not line.sessions:\n            del self._lines[tenant]\n        elif line.head is waiter:\n",
-        "        if line.sessions and line.head is waiter:\n",
+        "        self._per_tenant[tenant] -= 1\n",
+        "",
     ),
     Mutant(
         "an entry of 0 leased bytes stays",
