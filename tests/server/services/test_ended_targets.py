@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +112,30 @@ async def test_a_session_ends_with_its_credentials(calls: Calls) -> None:
         await anext(heartbeats)
     assert refused.value.reason == "UNAUTHENTICATED"
     assert not registry.all()
+
+
+async def test_the_connections_of_an_ended_session_no_longer_count(calls: Calls) -> None:
+    """Each session can have as many as the first one, however many sessions have ended."""
+    registry = SessionRegistry(calls.runtime, 8)
+    config: Any = SimpleNamespace(sessions=SessionConfig(heartbeat_interval=0.001))
+    service: Any = SessionService(config, calls.runtime, registry, Path("/unused"), session_pb2.Devices())
+    request = session_pb2.OpenRequest(protocol_version=2, engine_id="e", namespace=namespace_of(PART).to_proto())
+    counts, disconnected = [], list[int]()
+    registry._max_connections = 16
+    for _ in range(3):
+        heartbeats = service.Open(request, SimpleNamespace(peer=lambda: "unix:"))
+        session = (await anext(heartbeats)).session
+        connected = 0
+        with contextlib.suppress(Refused):
+            while connected < 100:
+                registry.connect(session.session_id, session.epoch, partial(disconnected.append, connected))
+                connected += 1
+        counts.append(connected)
+        await heartbeats.aclose()
+        assert not registry.all()
+    assert 1 < counts[0] < 100
+    assert counts == [counts[0]] * 3
+    assert len(disconnected) == sum(counts)
 
 
 @pytest.mark.parametrize("ends", [False, True])

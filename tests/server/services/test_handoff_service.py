@@ -310,3 +310,32 @@ async def test_a_claim_that_ends_early_leaves_no_lease(large: Engine, end: str) 
     if end != "session":
         core.reset(large.session)
         await async_wait_until(lambda: not core.resetting(large.session))
+
+
+@pytest.mark.parametrize(
+    ("method", "is_refused"),
+    [
+        ("ReleaseHolds", False),
+        ("PublishHold", True),
+        ("ClaimHold", True),
+        ("RenewHolds", True),
+        ("ReportNotClaimed", True),
+    ],
+)
+async def test_only_releases_may_exceed_the_rate_limit(engine: Engine, method: str, *, is_refused: bool) -> None:
+    """Else the held blocks of a tenant above its limit would stay pinned."""
+
+    def get(_: object, *, is_release: bool = False) -> EngineSession:
+        if not is_release:
+            raise Refused("RATE_LIMITED", "too many calls")
+        return engine.session
+
+    engine._service._sessions.get = get
+    service = handoff_pb2.DESCRIPTOR.services_by_name["HandoffService"]
+    request = getattr(handoff_pb2, service.methods_by_name[method].input_type.name)()
+    reason = ""
+    try:
+        await getattr(engine._service, method)(request, None)
+    except Refused as refused:
+        reason = refused.reason
+    assert (reason == "RATE_LIMITED") is is_refused

@@ -233,3 +233,21 @@ def test_blocks_behind_a_miss_of_a_prefix_are_misses() -> None:
     assert full is not None
     found = run_to_end(rig.core.lookup(rig.session, keys(100, 0, 1, 101), LookupSpec(lease_seconds=60), now=0))
     assert found.statuses() == HIT + PENDING + MISS * 2
+
+
+@pytest.mark.parametrize("event", ["the store fails", "a reset"])
+def test_a_pending_block_that_ends_has_the_reason_of_its_end(event: str) -> None:
+    """The lookup counted it as pending. It is a failed load only if a tier has failed."""
+    rig = Rig()
+    store = run_to_end(rig.core.prepare_store(rig.session, keys(0), StoreSpec(lease_seconds=60), now=0))
+    assert store.store_id is not None
+    found = run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=60), now=0))
+    assert found.statuses() == PENDING
+    if event == "a reset":
+        rig.core.reset(rig.session)
+        expected = MissReason.RESET
+    else:
+        expected = MissReason.STORE_FAILED
+    run_to_end(rig.core.complete_store(rig.session, store.store_id, failed=[0]))
+    assert rig.core.stats().misses_by_reason == {expected: 1}
+    check_sum(rig)

@@ -416,3 +416,19 @@ def test_the_record_of_a_lookup_is_bounded() -> None:
     assert len(spans) <= MAX_OUTCOME_RUNS + 2
     assert sum(span.count for span in spans) == 1000
     assert sum(span.count for span in spans if span.outcome == 0) == 500
+
+
+def test_an_awaited_block_that_its_tiers_have_already_ends_the_request() -> None:
+    """The tier has kept the block from an earlier store, so nothing is stored for this request."""
+    eager = RequestLevelTier("eager", 1 << 20)
+    rig = Rig(eager)
+    rig.store_in_all_tiers(keys(0))
+    rig.core.reset(rig.session)
+    other = prepare(rig, keys(0), request_id="")
+    begin(rig)
+    prepare(rig, keys(0))
+    request = rig.core.finish_request(rig.session, "r")
+    assert not request.settled, "the block is parked"
+    run_to_end(rig.core.complete_store(rig.session, other.store_id))
+    assert eager.finished == ["r"]
+    assert (request.settled, request.incomplete) == (True, 0)
