@@ -26,6 +26,7 @@ from transformers import (
 from kvtier.client.engines.transformers import KVTierCache, UnsupportedModelError
 from kvtier.client.engines.transformers.layout import CACHE_ARGUMENT
 from kvtier.client.engines.transformers.length_regimes import LengthRegimes
+from kvtier.client.engines.transformers.model_state import StateTracker
 from kvtier.client.testing import FakeServer
 
 BLOCK = 8
@@ -125,11 +126,11 @@ def test_kv_is_shared_only_among_lengths_at_which_it_is_equal(make: Any, prompts
             assert cache.last_hit.tokens == hit, (length, tokens)
 
 
-@pytest.mark.parametrize("make", [_dynamic, _long, _phi3])
-def test_blocks_by_hand_have_the_regime_of_the_whole_sequence(make: Any) -> None:
+@pytest.mark.parametrize(("make", "extra"), [(_dynamic, b""), (_dynamic, b"salt"), (_long, b"salt"), (_phi3, b"")])
+def test_blocks_by_hand_have_the_regime_of_the_whole_sequence(make: Any, extra: bytes) -> None:
     """`restore` and `save` around a forward pass, without `generate`."""
     model = make()
-    with _cache(model, FakeServer()) as cache, torch.inference_mode():
+    with _cache(model, FakeServer(), extra=extra) as cache, torch.inference_mode():
         for length in (56, 300, 56, 300):
             tokens = TOKENS[:, :length]
             restored, hit = cache.restore(tokens)
@@ -140,6 +141,22 @@ def test_blocks_by_hand_have_the_regime_of_the_whole_sequence(make: Any) -> None
         model(input_ids=TOKENS[:, :60], **{CACHE_ARGUMENT: unknown})
         model(input_ids=TOKENS[:, 60:100], **{CACHE_ARGUMENT: unknown})
         assert cache.save(TOKENS[:, :100], unknown) == 0  # it may have keys of both kinds
+
+
+@pytest.mark.parametrize(
+    ("weights", "settings", "changes"), [(True, False, 0), (False, True, 1), (True, True, 1), (False, False, 0)]
+)
+def test_a_change_of_settings_needs_another_measurement(*, weights: bool, settings: bool, changes: int) -> None:
+    """Also one together with a change of weights. New weights alone keep the lengths."""
+    model = _dynamic()
+    tracker = StateTracker(model)
+    if weights:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+    if settings:
+        model.config.rms_norm_eps = 0.5
+    assert tracker.update() is not (weights or settings)
+    assert tracker.structure == changes
 
 
 @pytest.mark.parametrize("make", [_dynamic, _long])
