@@ -326,4 +326,22 @@ ADAPTER_FAULTS = (
         "            if key is None:\n                return None\n            held.keys",
         "            if False:\n                return None\n            held.keys",
     ),
+    Fault(
+        "a change of settings with one of weights is not measured",
+        "client/engines/transformers/model_state.py",
+        "self.structure += not all(isinstance(",
+        "self.structure += not any(isinstance(",
+    ),
+    Fault(
+        "blocks with extra have no regime",
+        "client/engines/transformers/cache.py",
+        "extra=self._extra + regimes.tag(regime))",
+        "extra=self._extra or regimes.tag(regime))",
+    ),
+    Fault(
+        "exclude_remote alone has no effect",
+        _VLLM + "request_settings.py",
+        "if not (self.exclude or self.exclude_media or self.exclude_remote):",
+        "if not (self.exclude or self.exclude_media):",
+    ),
 )

@@ -377,4 +377,28 @@ SERVER_FAULTS = (
         "enumerate(renewed)",
         "enumerate(renewed[:_SLICE])",
     ),
+    Fault(
+        "a lookup that waited in vain keeps its lease",
+        "server/services/cache.py",
+        "            return lease\n        self._core.release(session, lease.id)\n        return None",
+        "            return lease\n        return None",
+    ),
+    Fault(
+        "a withdrawal that overtakes its call has no effect",
+        "server/services/cache.py",
+        "                session.withdraw(grant_id)\n",
+        "                pass\n",
+    ),
+    Fault(
+        "releases of holds count as other calls",
+        "server/services/handoff.py",
+        "session, now = self._sessions.get(request.session, is_release=True), self._runtime.now()\n        for part",
+        "session, now = self._sessions.get(request.session), self._runtime.now()\n        for part",
+    ),
+    Fault(
+        "connections of ended sessions still count",
+        "server/rpc/sessions.py",
+        "            self._drop_connections(session.core.tenant, len(session.disconnects))\n",
+        "            pass\n",
+    ),
 )
