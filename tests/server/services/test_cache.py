@@ -36,7 +36,7 @@ OTHERS = {
 
 
 async def refusal_at_the_limit(calls: Calls, method: str, request: Any) -> str:
-    """Returns why a call is refused while its tenant is above its rate limit; empty if it is not."""
+    """Returns why a call is refused above the rate limit of its tenant; empty if it is not."""
 
     def get(_: object, *, is_release: bool = False) -> Any:
         if not is_release:
