@@ -73,7 +73,7 @@ class ServerProcess:
     def kill(self) -> None:
         """Kills it with SIGKILL and waits until it is gone, so that the socket is free."""
         self.signal(signal.SIGKILL)
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it was reaped meanwhile
             process = Path("/proc", (self.folder / "pid").read_text(), "stat")
             wait_until(lambda: process.read_text().rpartition(")")[2].split()[0] in "ZX")
         (self.folder / "pid").unlink(missing_ok=True)
