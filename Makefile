@@ -80,15 +80,15 @@ demo-router: $(VLLM)/.stamp  ## Compare examples/kv_aware_router with round robi
 ##@ Test (ARGS='...' are options of pytest)
 
 PYTEST_ON_TWO_CORES = $(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal $(if $(COVERAGE),--cov --cov-report=term)
-test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (4 to 9 minutes on 2 cores); COVERAGE=1 adds a table
+test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (4 to 11 minutes on 2 cores); COVERAGE=1 adds a table
 	$(PYTEST_ON_TWO_CORES) -m 'not slow' $(ARGS)
 
-test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take long: many kills, curves, hangs, documentation (4 to 9 minutes on 2 cores)
+test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take long: many kills, curves, hangs, documentation (4 to 12 minutes on 2 cores)
 	$(PYTEST_ON_TWO_CORES) -m slow $(ARGS)
 
 # NEXT: the Python code of the next vLLM over the compiled libraries of this one.
 TESTS ?= tests/engines tests/client/engines/vllm_adapters
-test-engines: $(if $(NEXT),$(VLLM_NEXT),$(VLLM))/.stamp  ## Run the tests with real vLLM engines (installs 3.5 GB; about 25 minutes on 2 idle cores); TESTS=FOLDER; NEXT=1: with the next vLLM
+test-engines: $(if $(NEXT),$(VLLM_NEXT),$(VLLM))/.stamp  ## Run the tests with real vLLM engines (installs 3.5 GB; 25 to 36 minutes on 2 idle cores); TESTS=FOLDER; NEXT=1: with the next vLLM
 	$(if $(NEXT),$(VLLM_NEXT),$(VLLM))/bin/python -m pytest -W default -m engines $(TESTS) $(ARGS)
 
 test-sglang: $(SGLANG)/.stamp  ## Run the tests with SGLang on the CPU (installs it in build/sglang: 3 GB; 5 to 14 minutes on 2 cores)

@@ -161,6 +161,19 @@ def test_only_the_head_gives_up_its_turn(number: int) -> None:
     crowd.end(holder)
 
 
+def test_a_head_that_gives_up_its_turn_stays_the_first_one_of_its_tenant() -> None:
+    """Else another lookup of the tenant would take a part, and both would lack the rest."""
+    crowd, _, [first, second, _, *others] = crowd_of([ALICE, ALICE, ALICE, BOB, BOB])
+    assert second.waiter is not None
+    crowd.end(first)
+    crowd.end(others[0])
+    assert crowd.room.may_take(second.waiter.namespace, second.waiter, may_wait=True)
+    crowd.room.yield_turn(second.waiter)
+    assert not crowd.room.may_take(second.waiter.namespace, second.waiter, may_wait=True)
+    crowd.end(others[1])
+    assert crowd.room.may_take(second.waiter.namespace, second.waiter, may_wait=True)
+
+
 def test_a_lookup_without_a_wait_takes_no_room_of_a_waiter() -> None:
     """Its blocks are misses, and the room goes to the lookup that waits."""
     crowd, holder, [lookup] = crowd_of([ALICE])

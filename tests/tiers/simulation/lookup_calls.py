@@ -283,7 +283,7 @@ class Lookup(Call):
             self.world.must(Invariant.ROOM, left >= 0, f"leases pin {-left} bytes too many")
 
     def _check_room_taken(self, started: Sequence[Block], turn: Waiter | None, place: Waiter | None) -> None:
-        """Only the lookup whose turn it is takes room, and the waiters of a session take turns.
+        """Of the lookups that may wait, only the one whose turn it is takes room.
 
         `turn`, `place`: the head of the line, and the place of this lookup, before the step.
         """
