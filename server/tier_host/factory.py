@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import contextlib
 import importlib
 import threading
 from collections.abc import Callable, Sequence
@@ -72,17 +72,29 @@ async def open_on_thread(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
     If it is cancelled, the thread continues until the process ends. A daemon thread does not delay
     this, and for the tiers it is the same as a SIGKILL.
     """
-    opened: concurrent.futures.Future[list[SecondaryTier]] = concurrent.futures.Future()
-    opened.set_running_or_notify_cancel()
+    loop = asyncio.get_running_loop()
+    opened: asyncio.Future[list[SecondaryTier]] = loop.create_future()
+
+    def settle(tiers: list[SecondaryTier], error: BaseException | None) -> None:
+        if opened.cancelled():
+            return
+        if error is not None:
+            opened.set_exception(error)
+        else:
+            opened.set_result(tiers)
 
     def work() -> None:
+        tiers: list[SecondaryTier] = []
+        error: BaseException | None = None
         try:
-            opened.set_result(_open_tiers(configs))
-        except BaseException as error:  # noqa: BLE001 - the caller raises it
-            opened.set_exception(error)
+            tiers = _open_tiers(configs)
+        except BaseException as failure:  # noqa: BLE001 - the caller raises it
+            error = failure
+        with contextlib.suppress(RuntimeError):  # the loop is closed: a signal has ended the start
+            loop.call_soon_threadsafe(settle, tiers, error)
 
     threading.Thread(target=work, name="kvtier-open", daemon=True).start()
-    return await asyncio.wrap_future(opened)
+    return await opened
 
 
 def open_tier(config: TierConfig, *, repair: bool = True) -> SecondaryTier:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +19,8 @@ from harness.server_process import MIB, ServerProcess, bulk_pid
 from harness.traffic import PART, wait_connected
 
 from kvtier.client import Client, KVTierError
+from kvtier.server.config.schema import TierConfig
+from kvtier.server.tier_host.factory import open_on_thread
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -101,6 +106,43 @@ def suspended_check(server: ServerProcess) -> int | None:
                 os.kill(child, signal.SIGSTOP)
                 return child
     return None
+
+
+class ClosingLoop(asyncio.SelectorEventLoop):
+    """A loop that closes after a thread has asked whether it is closed."""
+
+    def is_closed(self) -> bool:
+        return super().is_closed() and threading.current_thread() is threading.main_thread()
+
+
+def test_tiers_that_open_after_the_loop_has_closed_log_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A signal ends the start while a thread opens the tiers, and the thread ends after the loop."""
+    monkeypatch.setattr("threading.excepthook", lambda arguments: logging.getLogger("thread").error("%r", arguments))
+    opens, ends = threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self, **_: object) -> None:
+            opens.set()
+            ends.wait(30)
+            raise OSError("no disk")
+
+    monkeypatch.setattr("kvtier.server.tier_host.factory.tier_class", lambda _: Slow)
+    with contextlib.closing(ClosingLoop()) as loop:
+        opening = loop.create_task(
+            open_on_thread([TierConfig(type="x:Slow", name="slow", path=tmp_path, size=1 << 24)])
+        )
+        loop.run_until_complete(asyncio.sleep(0))
+        assert opens.wait(30)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            loop.run_until_complete(opening)
+    thread = next(thread for thread in threading.enumerate() if thread.name == "kvtier-open")
+    ends.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("number", ENDING)
