@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from types import FrameType
 
@@ -76,22 +77,22 @@ def serve(config: Config, downgrades: Downgrades | None = None) -> int:
 
 async def _serve(config: Config, downgrades: Downgrades | None) -> int:
     stop = asyncio.Event()
-    _handle_signals(asyncio.get_running_loop(), stop)
-    server = Server(config, stop.set, downgrades)
-    manager = ServiceManager(server.downgrades)
-    abandon = asyncio.get_running_loop().create_task(_abandon_start(server, stop))
-    try:
-        await server.start()
-        manager.ready()
-        await stop.wait()
-    except (asyncio.CancelledError, StartError):  # the signal also ends children
-        if not stop.is_set():
-            raise
-    finally:
-        abandon.cancel()
-        manager.stopping()
-        await server.stop()
-        manager.close()
+    with _handle_signals(asyncio.get_running_loop(), stop):
+        server = Server(config, stop.set, downgrades)
+        manager = ServiceManager(server.downgrades)
+        abandon = asyncio.get_running_loop().create_task(_abandon_start(server, stop))
+        try:
+            await server.start()
+            manager.ready()
+            await stop.wait()
+        except (asyncio.CancelledError, StartError):  # the signal also ends children
+            if not stop.is_set():
+                raise
+        finally:
+            abandon.cancel()
+            manager.stopping()
+            await server.stop()
+            manager.close()
     return EXIT_LEFT_BEHIND if server.left_behind else 0
 
 
@@ -100,7 +101,8 @@ async def _abandon_start(server: Server, stop: asyncio.Event) -> None:
     server.abandon_start()
 
 
-def _handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+@contextlib.contextmanager
+def _handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Iterator[None]:
     """Handles the signals until the process has ended. The first that ends the server sets `stop`.
 
     Children block the signals (`tiers.storage.service_signals`). SIGHUP is ignored if it was
@@ -108,6 +110,9 @@ def _handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Non
 
     `loop.add_signal_handler` would restore the default action when the loop closes, and a further
     signal would then kill the process before it has returned its exit code.
+
+    A handler runs only when the main thread executes Python code. If a signal arrives just before
+    the thread waits for events, only a byte on a socket that the loop reads ends the wait.
     """
 
     def on_ending(number: int) -> None:
@@ -118,10 +123,21 @@ def _handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Non
     def on_unused(number: int) -> None:
         _log.warning("a signal without a meaning for the server is ignored", signal=signal.Signals(number).name)
 
-    for numbers, callback in ((_ENDING, on_ending), (_UNUSED, on_unused)):
-        for number in numbers:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, _deferring(loop, callback))
+    wakes, wake = socket.socketpair()
+    with wakes, wake:
+        for end in (wakes, wake):
+            end.setblocking(False)
+        loop.add_reader(wakes, wakes.recv, 4096)
+        before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        try:
+            for numbers, callback in ((_ENDING, on_ending), (_UNUSED, on_unused)):
+                for number in numbers:
+                    if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                        signal.signal(number, _deferring(loop, callback))
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            loop.remove_reader(wakes)
 
 
 def _deferring(

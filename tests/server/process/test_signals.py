@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -145,8 +146,18 @@ def test_tiers_that_open_after_the_loop_has_closed_log_nothing(
     assert not caplog.records
 
 
+def kill_opening_thread(server: ServerProcess, number: int) -> None:
+    """Has the signal handled by the thread that opens the tiers.
+
+    As if it arrived just before the event loop waits, the wait of the main thread goes on.
+    """
+    for task in Path(f"/proc/{server.pid}/task").iterdir():
+        if (task / "children").read_text() and int(task.name) != server.pid:
+            assert ctypes.CDLL(None).tgkill(server.pid, int(task.name), number) == 0
+
+
 @pytest.mark.parametrize("number", ENDING)
-@pytest.mark.parametrize("send", [kill_all, lambda server, number: os.kill(server.pid, number)])
+@pytest.mark.parametrize("send", [kill_all, lambda server, number: os.kill(server.pid, number), kill_opening_thread])
 def test_a_signal_during_the_check_of_a_store_ends_the_start(
     tmp_path: Path, number: int, send: Callable[[ServerProcess, int], object]
 ) -> None:
