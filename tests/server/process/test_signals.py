@@ -119,7 +119,7 @@ class ClosingLoop(asyncio.SelectorEventLoop):
 def test_tiers_that_open_after_the_loop_has_closed_log_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A signal ends the start while a thread opens the tiers, and the thread ends after the loop."""
+    """A signal ends the start while a thread opens the tiers, which ends after the loop."""
     monkeypatch.setattr("threading.excepthook", lambda arguments: logging.getLogger("thread").error("%r", arguments))
     opens, ends = threading.Event(), threading.Event()
 

@@ -155,7 +155,7 @@ def test_the_format_of_each_pool_counts(name: str, changed: int) -> None:
 def test_context_parallel_engines_are_refused(size: str) -> None:
     """A rank has some of the tokens of a page."""
     with pytest.raises(Unsupported, match="context parallelism"):
-        spaces_of((KV, kv_pool()), **{size: 2})
+        spaces_of((KV, kv_pool()), is_mla_model=True, **{size: 2})
 
 
 def test_the_name_of_a_model() -> None:
