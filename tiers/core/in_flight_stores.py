@@ -137,7 +137,11 @@ class InFlightStores:
     by_grant: dict[tuple[bytes, int], StoreId] = field(default_factory=dict)
     """Ids of stores in flight and in quarantine, by session and the id that the client chose."""
     _stores: dict[StoreId, Store] = field(default_factory=dict)
+    _closed: dict[StoreId, Store] = field(default_factory=dict)
+    """Stores that no call finds any more, and that have not ended yet."""
     _quarantine: dict[StoreId, _Quarantine] = field(default_factory=dict)
+    _by_writer: dict[int, dict[StoreId, None]] = field(default_factory=dict)
+    """Quarantined stores per writer connection."""
     _per_tenant: Counter[bytes] = field(default_factory=Counter)
     """Number of stores in flight and in quarantine, by the tag of the tenant."""
 
@@ -212,9 +216,20 @@ class InFlightStores:
     def is_open(self, store: Store) -> bool:
         return self._stores.get(store.id) is store
 
+    def close(self, store: Store) -> None:
+        """Hides an open store from all calls. `end` must follow, later."""
+        if self.is_open(store):
+            del self._stores[store.id]
+            self._closed[store.id] = store
+
+    def closed(self, store_id: StoreId) -> Store | None:
+        """Returns the store with this id that is closed and has not ended."""
+        return self._closed.get(store_id)
+
     def end(self, store: Store) -> None:
         """Removes a store; the caller must then release the store's pins and slots."""
-        del self._stores[store.id]
+        self.close(store)
+        del self._closed[store.id]
         self.by_grant.pop(store.owner.grant, None)
         self._count(store.owner.engine, -1)
 
@@ -223,6 +238,8 @@ class InFlightStores:
         self._quarantine[store.id] = _Quarantine([], 0, store.owner.engine, set(writers), store.owner.grant)
         if store.owner.grant_id:
             self.by_grant[store.owner.grant] = store.id
+        for writer in writers:
+            self._by_writer.setdefault(writer, {})[store.id] = None
         self._count(store.owner.engine, 1)
         self._lift_if_free(store.id)
 
@@ -236,26 +253,40 @@ class InFlightStores:
             entry.nbytes += nbytes
             self._count_bytes(entry.engine, self.cpu_tier.memory.slot_bytes_of(offsets))
 
-    def writer_gone(self, writer: int) -> None:
-        for store_id, entry in list(self._quarantine.items()):
+    def take_writer(self, writer: int) -> Collection[StoreId]:
+        """Returns the quarantined stores of a writer connection that has ended, for `lift`."""
+        return self._by_writer.pop(writer, {})
+
+    def lift(self, store_id: StoreId, writer: int) -> None:
+        """Ends a store's quarantine if this ended connection was its last writer."""
+        if (entry := self._quarantine.get(store_id)) is not None:
             entry.writers.discard(writer)
             self._lift_if_free(store_id)
 
     def is_quarantined(self, store_id: StoreId, engine: EngineKey) -> bool:
-        """Returns whether an ended store of this engine still has slots out of use."""
+        """Returns whether an ended or closed store of this engine has slots out of use."""
+        if (closed := self._closed.get(store_id)) is not None:
+            return closed.owner.engine == engine
         entry = self._quarantine.get(store_id)
         return entry is not None and entry.engine == engine
 
     def writer_done(self, store_id: StoreId, engine: EngineKey) -> None:
         if self.is_quarantined(store_id, engine):
-            self._quarantine[store_id].writers.clear()
+            writers = self._quarantine[store_id].writers
+            for writer in writers & self._by_writer.keys():
+                del self._by_writer[writer][store_id]
+                if not self._by_writer[writer]:
+                    del self._by_writer[writer]
+            writers.clear()
             self._lift_if_free(store_id)
 
     def __iter__(self) -> Iterator[Store]:
         return iter(self._stores.values())
 
     def owned_by(self, session_id: bytes) -> list[Store]:
-        return [store for store in self._stores.values() if store.owner.session_id == session_id]
+        """Returns the stores of a session, with the closed ones."""
+        stores = (*self._stores.values(), *self._closed.values())
+        return [store for store in stores if store.owner.session_id == session_id]
 
     def expired(self, now: float) -> list[Store]:
         """Returns the expired stores. A store whose completion has begun does not expire."""

@@ -239,6 +239,8 @@ class LeaseTable:
         self._cpu_tier = cpu_tier
         self._unpins = unpins
         self._leases: dict[LeaseId, BlockLease] = {}
+        self._closed: dict[BlockLease, None] = {}
+        """Leases that no call finds any more, and whose pins and counts have not ended yet."""
         self._waiting: dict[Block, dict[BlockLease, list[int]]] = {}
         """Per pending block the leases that contain it, with the item numbers of the block."""
         self._by_session: dict[bytes, dict[BlockLease, None]] = defaultdict(dict)
@@ -350,6 +352,17 @@ class LeaseTable:
             raise NotOwner(f"lease {lease_id} belongs to another engine")
         return lease
 
+    def close(self, lease: BlockLease) -> None:
+        """Hides an open lease from all calls. `end` must follow, later."""
+        if self.is_open(lease):
+            del self._leases[lease.id]
+            self.by_grant.pop(lease.owner.grant, None)
+            self._closed[lease] = None
+
+    def is_closed(self, lease: BlockLease) -> bool:
+        """Returns whether a lease is closed and has not ended."""
+        return lease in self._closed
+
     def end(self, lease: BlockLease) -> None:
         """Ends a lease. Its pins remain until it has no reader and the unpin queue removes them."""
         self._forget(lease)
@@ -359,13 +372,13 @@ class LeaseTable:
     def end_reader(self, lease: BlockLease) -> None:
         """Ends a reader. The unpin queue then removes the pins of an ended lease."""
         lease.readers -= 1
-        if not lease.readers and not self.is_open(lease):
+        if not lease.readers and not self.is_open(lease) and not self.is_closed(lease):
             self._unpins.add(self._unpin, lease.items)
 
     def _forget(self, lease: BlockLease) -> None:
-        del self._leases[lease.id]
+        self.close(lease)
+        del self._closed[lease]
         owner = lease.owner
-        self.by_grant.pop(owner.grant, None)
         self._items[owner.session_id] -= LEASE_COST + len(lease.items)
         tenant = tenant_of(owner.engine[0])
         self._tenant_items[tenant] -= LEASE_COST + len(lease.items) + PENDING_COST * lease.pending

@@ -262,6 +262,13 @@ class LookupHandler:
         lookup.is_short = len(lookup.keys) < spec.min_hits and lookup.counted == wanted
         return True
 
+    def close(self, leases: Iterable[BlockLease]) -> None:
+        """Hides leases from all calls. Pending blocks count as hits. `end` must follow, later."""
+        for lease in leases:
+            self._count_pending(lease)
+            lease.counted = False
+            self.leases.close(lease)
+
     def end(self, leases: Iterable[BlockLease]) -> None:
         """Ends leases, and removes their pins in slices. Pending blocks count as hits."""
         for lease in leases:

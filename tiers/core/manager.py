@@ -68,16 +68,10 @@ class TierManager(CoreParts):
         return session
 
     def close_session(self, session_id: bytes) -> None:
-        """Ends a session, its leases and stores; quarantines slots that the client may write to."""
+        """Ends a session, its leases, stores and requests. See `Endings.end_session`."""
         session = self.session(session_id)
-        self._lookups.end(self._lookups.leases.of_session(session_id))
-        for store in self._stores.table.owned_by(session_id):
-            self._stores.abandon(store, session.writers)
-        for request_id in list(session.requests):
-            if (request := self._requests.get(session.engine, request_id)) is not None:
-                self._requests.finish(request, abandon=True)
-        self._requests.session_ended(session)
         del self._sessions[session_id]
+        self._endings.end_session(session)
         if all(other.engine != session.engine for other in self._sessions.values()):
             self._handoffs.engine_gone(session.engine)
 
@@ -90,9 +84,7 @@ class TierManager(CoreParts):
 
     def writer_gone(self, session_id: bytes, writer: int) -> None:
         """Called when a writer connection has ended: the process can no longer write to slots."""
-        if (session := self._sessions.get(session_id)) is not None:
-            session.writers.discard(writer)
-        self._stores.table.writer_gone(writer)
+        self._endings.writer_gone(session_id, writer)
 
     def begin_request(self, session: EngineSession, request: RequestInfo) -> Negotiation:
         """Asks every tier for its vote; the policy is REQUEST_LEVEL if any tier votes so (B3.3).
@@ -114,7 +106,7 @@ class TierManager(CoreParts):
 
         A request that did not begin is begun first, so that every tier gets both calls (B3.13).
         """
-        self._lookups.end(self._lookups.leases.of_request(session.engine, request_id))
+        self._endings.end_leases(self._lookups.leases.of_request(session.engine, request_id))
         if (request := self._requests.get(session.engine, request_id)) is None:
             request = self._requests.negotiate(session, RequestInfo(request_id, session.namespace.id))
         self._requests.finish(request)
@@ -205,7 +197,7 @@ class TierManager(CoreParts):
 
     def writer_done(self, session: EngineSession, store_id: StoreId) -> None:
         """Called when a client completes an ended store. Frees the store's quarantined slots."""
-        self._stores.table.writer_done(store_id, session.engine)
+        self._endings.writer_done(session, store_id)
 
     def tick(self, now: float) -> None:
         """Advances the time and ends everything that has expired. Called about once per second.
@@ -217,9 +209,7 @@ class TierManager(CoreParts):
         self._events.tick(now)
         self._sliced_work.expire(now)
         self._handoffs.tick(now)
-        self._end_leases(self._lookups.leases.expired(now))
-        for store in self._stores.table.expired(now):
-            self._end_store(store)
+        self._endings.expire(self._lookups.leases.expired(now), self._stores.table.expired(now))
         self._cpu_tier.retiring.tick(now)
         self._retiring_pins.tick()
 

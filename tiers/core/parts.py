@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -14,16 +14,15 @@ from ..stats.miss_ratio_curve import MissRatioCurves
 from ..stats.request_log import RequestLog
 from ..stats.snapshots import ManagerStats, NamespaceStats
 from ..types import EngineSession
-from .commands import Command, LeaseSettled
+from .commands import Command
 from .completions import CompletionHandler, Durability
 from .conversation_tasks import ConversationTasks
 from .cpu_tier import CpuTier
+from .endings import Endings
 from .event_log import EventLog
 from .event_replay import EventReplay
 from .handoff_log import HandoffLog
 from .handoffs import HandoffHandler
-from .in_flight_stores import Store
-from .leases import BlockLease
 from .lookups import LookupHandler
 from .requests import Request, RequestTable
 from .residency import SharedTierQueries
@@ -82,7 +81,6 @@ class CoreParts:
         self._counters = HitCounters(len(capacities), {tenant.tag: tenant.name for tenant in settings.tenants})
         sizes = [self._region_bytes, *capacities]
         self._miss_ratio_curves = MissRatioCurves(sizes, self._tier_of) if settings.estimates else None
-        self._expired_leases = self._expired_stores = 0
 
     def _create_tiers(
         self, settings: TierSettings, extent_bytes: int, tiers: Sequence[SecondaryTier], max_queued_bytes: int
@@ -179,31 +177,25 @@ class CoreParts:
             unpins=self._sliced_work.unpins,
             continue_if=self._sliced_work.continue_if,
         )
-
+        self._endings = Endings(
+            sessions=self._sessions,
+            lookups=self._lookups,
+            stores=self._stores,
+            requests=self._requests,
+            commands=self._commands,
+            perform=self._sliced_work.perform,
+        )
         self._retiring_pins = RetiringPins(
             cpu_tier=self._cpu_tier,
             leases=self._lookups.leases,
             stores=self._stores.table,
             handoffs=handoffs,
             settle=self._completions.settle,
-            end_leases=self._end_leases,
-            abandon=self._end_store,
+            expire=self._endings.expire,
             perform=self._sliced_work.perform,
         )
 
         self.store_of_grant, self.is_quarantined = self._stores.table.by_grant.get, self._stores.table.is_quarantined
-
-    def _end_leases(self, leases: Collection[BlockLease]) -> None:
-        """Ends leases without their clients."""
-        self._expired_leases += len(leases)
-        self._lookups.end(leases)
-        self._commands += (LeaseSettled(lease.id) for lease in leases)
-
-    def _end_store(self, store: Store) -> None:
-        """Ends a store without its client."""
-        self._expired_stores += 1
-        session = self._sessions.get(store.owner.session_id)
-        self._stores.abandon(store, session.writers if session else set())
 
     def stats(self) -> ManagerStats:
         hits, misses = self._counters.hits, self._counters.misses
@@ -217,8 +209,8 @@ class CoreParts:
             leases=len(self._lookups.leases),
             oldest_lease_seconds=self._lookups.leases.oldest_age(self._now),
             room=self._lookups.room.stats(),
-            expired_leases=self._expired_leases,
-            expired_stores=self._expired_stores,
+            expired_leases=self._endings.expired_leases,
+            expired_stores=self._endings.expired_stores,
             stores=len(self._stores.table),
             quarantined_bytes=self._stores.table.quarantined_bytes,
             sessions=len(self._sessions),

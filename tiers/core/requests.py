@@ -80,7 +80,12 @@ class RequestTable:
         """Per tenant the number of blocks that its requests wait for."""
 
     def get(self, engine: EngineKey, request_id: str) -> Request | None:
-        return self._requests.get((engine, request_id))
+        """Returns a request that has not ended. First finishes it if its session has ended."""
+        request = self._requests.get((engine, request_id))
+        if request is not None and request.session.ended and not request.finished:
+            self.finish(request, abandon=True)
+            return self._requests.get((engine, request_id))
+        return request
 
     def retain_until(self, session: EngineSession, spec: StoreSpec, now: float) -> float:
         """Returns the end of the retention that a call asks for, or else its begun request.
@@ -88,13 +93,13 @@ class RequestTable:
         Returns 0 for no retention.
         """
         seconds = spec.retain_for
-        if not seconds and (request := self._requests.get((session.engine, spec.request_id))) is not None:
+        if not seconds and (request := self.get(session.engine, spec.request_id)) is not None:
             seconds = request.retain_for
         return now + seconds if seconds else 0.0
 
     def conversation_of(self, session: EngineSession, request_id: str) -> Conversation | None:
         """Returns the conversation that a begun request named; None if it named none."""
-        request = self._requests.get((session.engine, request_id))
+        request = self.get(session.engine, request_id)
         return request.conversation if request is not None else None
 
     def check_room(self, session: EngineSession) -> None:
@@ -114,10 +119,6 @@ class RequestTable:
         session.requests.add(request.id)
         self._open[session.tenant] += 1
         return request
-
-    def session_ended(self, session: EngineSession) -> None:
-        """Called when the requests of a session have been finished."""
-        session.requests.clear()
 
     def wait_for(self, request: Request, block: Block) -> None:
         if block in request.waiting:

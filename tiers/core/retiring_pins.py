@@ -36,19 +36,17 @@ class RetiringPins:
         stores: InFlightStores,
         handoffs: HandoffHandler,
         settle: Callable[[Sequence[Block]], None],
-        end_leases: Callable[[Collection[BlockLease]], None],
-        abandon: Callable[[Store], None],
+        expire: Callable[[Sequence[BlockLease], Sequence[Store]], None],
         perform: Callable[[Operation[None]], None],
     ) -> None:
-        """`perform` performs an operation that no call waits for."""
+        """`expire` ends leases and stores without their clients, `perform` performs an operation that no call waits for."""
         self._cpu_tier = cpu_tier
         self._retiring = cpu_tier.retiring
         self._leases = leases
         self._stores = stores
         self._handoffs = handoffs
         self._settle = settle
-        self._end_leases = end_leases
-        self._abandon = abandon
+        self._expire = expire
         self._perform = perform
         self.runs = False
         """Whether the pins of an earlier tick are still being ended."""
@@ -84,11 +82,11 @@ class RetiringPins:
     def _end(self, pinning: BlockLease | Store | Hold, blocks: Collection[Block]) -> None:
         if isinstance(pinning, BlockLease):
             if self._leases.is_open(pinning):
-                self._end_leases([pinning])
+                self._expire([pinning], [])
         elif isinstance(pinning, Hold):
             self._handoffs.release_blocks(pinning, blocks)
         elif self._stores.is_open(pinning) and pinning.failed is None:
-            self._abandon(pinning)
+            self._expire([], [pinning])
 
     def _drop_incomplete(self, blocks: Collection[Block]) -> None:
         """Removes blocks that lack a part, and are not written or loaded, from the index."""

@@ -74,7 +74,7 @@ class StoreHandler:
         except BaseException:
             store = preparation.store
             if store is not None and self.table.is_open(store) and store.failed is None:
-                self.abandon(store, set())  # no client knows its slots
+                self.abandon([store], _no_writers)  # no client knows its slots
             raise
         return preparation.answer()
 
@@ -231,7 +231,7 @@ class StoreHandler:
                     yield None
         finally:
             if self.table.is_open(store):
-                self.abandon(store, set())
+                self.abandon([store], _no_writers)
         return store.unreceived or ()
 
     def _begin_completion(self, session: EngineSession, store_id: StoreId, failed: Collection[int]) -> Store:
@@ -270,18 +270,22 @@ class StoreHandler:
         if not store.blocks:
             self._ended(store)
 
-    def abandon(self, store: Store, writers: set[int]) -> None:
-        """Ends a store of a lost client; quarantines slots until no client can write to them."""
-        self.table.end(store)
-        self.table.quarantine(store, writers)
+    def abandon(self, stores: Iterable[Store], writers: Callable[[Store], set[int]]) -> None:
+        """Ends stores of lost clients; quarantines slots until no client can write to them.
+
+        `writers`: returns the writer connections that can write to a store.
+        """
         is_first = not self._unpins
-        if store.blocks:
-            self._unpins.add(partial(self._abandon_blocks, store), list(store.blocks), _UNPIN_COST)
-        else:
-            self._end_abandoned(store)
+        for store in stores:
+            self.table.end(store)
+            self.table.quarantine(store, writers(store))
+            if store.blocks:
+                self._unpins.add(partial(self._abandon_blocks, store), list(store.blocks), _UNPIN_COST)
+            else:
+                self._end_abandoned(store)
         if is_first:
             self._unpins.start()
-        else:  # a client can have many stores
+        else:
             self._continue_if(True)
 
     def _abandon_blocks(self, store: Store, blocks: Sequence[Block]) -> None:
@@ -359,3 +363,7 @@ class StoreHandler:
         if store.request is not None:
             store.request.stores -= 1
             self._requests.end_if_settled(store.request)
+
+
+def _no_writers(_: Store) -> set[int]:
+    return set()

@@ -1,0 +1,141 @@
+"""Endings: ends leases, stores and requests in slices, if they expire or if their session ends.
+
+A client may have ten thousands of them. The core closes leases and stores at once: no call finds
+them, and they do not count as open. Their pins and slots are given up in the slices. A call that
+names a request, or a store, whose slice has not come ends it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ..types import EngineSession, StoreId
+from .commands import Command, LeaseSettled
+from .in_flight_stores import Store
+from .leases import BlockLease
+from .lookups import LookupHandler
+from .operations import Operation
+from .requests import RequestTable
+from .stores import StoreHandler
+
+__all__ = ["Endings"]
+
+SLICE = 128
+"""Number of leases that a slice ends: about 1 ms."""
+_STORE_COST = 2
+"""To end a store takes as long as this number of leases."""
+_REQUEST_COST = 4
+"""To end a request takes as long as this number of leases."""
+
+
+class Endings:
+    def __init__(
+        self,
+        *,
+        sessions: Mapping[bytes, EngineSession],
+        lookups: LookupHandler,
+        stores: StoreHandler,
+        requests: RequestTable,
+        commands: list[Command],
+        perform: Callable[[Operation[None]], None],
+    ) -> None:
+        """`sessions`: the open ones. `perform` performs an operation that no call waits for."""
+        self._sessions = sessions
+        self._lookups = lookups
+        self._stores = stores
+        self._requests = requests
+        self._commands = commands
+        self._perform = perform
+        self.sessions: dict[bytes, EngineSession] = {}
+        """Ended sessions with leases, stores or requests that have not ended. Their `writers` are
+        the connections that can still write to their slots."""
+        self.expired_leases = self.expired_stores = 0
+
+    def end_session(self, session: EngineSession) -> None:
+        """Ends the leases, stores and requests of a session; quarantines slots with writers."""
+        session.ended = True
+        self.sessions[session.id] = session
+        leases, stores = self._lookups.leases.of_session(session.id), self._stores.table.owned_by(session.id)
+        self._close(leases, stores)
+        self._perform(self._end_session(session, leases, stores))
+
+    def expire(self, leases: Sequence[BlockLease], stores: Sequence[Store]) -> None:
+        """Ends open leases and stores without their clients."""
+        self.expired_leases += len(leases)
+        self.expired_stores += len(stores)
+        self._close(leases, stores)
+        if leases or stores:
+            self._perform(self._expire(leases, stores))
+
+    def end_leases(self, leases: Sequence[BlockLease]) -> None:
+        self._close(leases, ())
+        self._perform(self._end_leases(leases))
+
+    def writer_gone(self, session_id: bytes, writer: int) -> None:
+        """Called when a writer connection of a session has ended."""
+        if (session := self._session(session_id)) is not None:
+            session.writers.discard(writer)
+        self._perform(self._lift_quarantine(writer))
+
+    def writer_done(self, session: EngineSession, store_id: StoreId) -> None:
+        """Called when a client completes an ended store."""
+        store = self._stores.table.closed(store_id)
+        if store is not None and store.owner.engine == session.engine:
+            self._abandon([store])
+        self._stores.table.writer_done(store_id, session.engine)
+
+    def _session(self, session_id: bytes) -> EngineSession | None:
+        return self._sessions.get(session_id) or self.sessions.get(session_id)
+
+    def _close(self, leases: Sequence[BlockLease], stores: Sequence[Store]) -> None:
+        self._lookups.close(leases)
+        for store in stores:
+            self._stores.table.close(store)
+
+    def _end_session(
+        self, session: EngineSession, leases: Sequence[BlockLease], stores: Sequence[Store]
+    ) -> Operation[None]:
+        yield from self._end_leases(leases)
+        yield from self._end_stores(stores)
+        del self.sessions[session.id]  # no slot of its stores waits for a quarantine any more
+        most = max(1, SLICE // _REQUEST_COST)
+        for number, request_id in enumerate(list(session.requests), start=1):
+            self._requests.get(session.engine, request_id)  # ends it
+            if not number % most:
+                yield None
+
+    def _expire(self, leases: Sequence[BlockLease], stores: Sequence[Store]) -> Operation[None]:
+        yield from self._end_leases(leases, settled=True)
+        yield from self._end_stores(stores)
+
+    def _end_leases(self, leases: Sequence[BlockLease], *, settled: bool = False) -> Operation[None]:
+        """Ends closed leases, unless another operation has ended them. `settled`: tells waiters."""
+        for start in range(0, len(leases), SLICE):
+            if start:
+                yield None
+            part = leases[start : start + SLICE]
+            self._lookups.end([lease for lease in part if self._lookups.leases.is_closed(lease)])
+            if settled:
+                self._commands += (LeaseSettled(lease.id) for lease in part)
+
+    def _end_stores(self, stores: Sequence[Store]) -> Operation[None]:
+        most = max(1, SLICE // _STORE_COST)
+        for start in range(0, len(stores), most):
+            if start:
+                yield None
+            part = stores[start : start + most]
+            self._abandon([store for store in part if self._stores.table.closed(store.id) is store])
+
+    def _abandon(self, stores: Sequence[Store]) -> None:
+        self._stores.abandon(stores, self._writers)
+
+    def _writers(self, store: Store) -> set[int]:
+        session = self._session(store.owner.session_id)
+        return session.writers if session is not None else set()
+
+    def _lift_quarantine(self, writer: int) -> Operation[None]:
+        most = max(1, SLICE // _STORE_COST)
+        for number, store_id in enumerate(self._stores.table.take_writer(writer), start=1):
+            self._stores.table.lift(store_id, writer)
+            if not number % most:
+                yield None
