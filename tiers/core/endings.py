@@ -24,8 +24,8 @@ SLICE = 128
 """Number of leases that a slice ends: about 1 ms."""
 _STORE_COST = 2
 """To end a store takes as long as this number of leases."""
-_REQUEST_COST = 4
-"""To end a request takes as long as this number of leases."""
+REQUEST_SLICE = 32
+"""Number of requests that a slice ends: 1 to 2 ms."""
 
 
 class Endings:
@@ -47,8 +47,8 @@ class Endings:
         self._commands = commands
         self._perform = perform
         self.sessions: dict[bytes, EngineSession] = {}
-        """Ended sessions with leases, stores or requests that have not ended. Their `writers` are
-        the connections that can still write to their slots."""
+        """Ended sessions with leases or stores that have not ended. Their `writers` are the
+        connections that can still write to their slots."""
         self.expired_leases = self.expired_stores = 0
 
     def end_session(self, session: EngineSession) -> None:
@@ -58,6 +58,7 @@ class Endings:
         leases, stores = self._lookups.leases.of_session(session.id), self._stores.table.owned_by(session.id)
         self._close(leases, stores)
         self._perform(self._end_session(session, leases, stores))
+        self._perform(self._end_requests(session))  # may raise, if a tier does
 
     def expire(self, leases: Sequence[BlockLease], stores: Sequence[Store]) -> None:
         """Ends open leases and stores without their clients."""
@@ -97,11 +98,12 @@ class Endings:
     ) -> Operation[None]:
         yield from self._end_leases(leases)
         yield from self._end_stores(stores)
-        del self.sessions[session.id]  # no slot of its stores waits for a quarantine any more
-        most = max(1, SLICE // _REQUEST_COST)
+        del self.sessions[session.id]
+
+    def _end_requests(self, session: EngineSession) -> Operation[None]:
         for number, request_id in enumerate(list(session.requests), start=1):
-            self._requests.get(session.engine, request_id)  # ends it
-            if not number % most:
+            self._requests.get(session.engine, request_id)  # finishes it
+            if not number % REQUEST_SLICE:
                 yield None
 
     def _expire(self, leases: Sequence[BlockLease], stores: Sequence[Store]) -> Operation[None]:

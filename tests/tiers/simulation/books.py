@@ -31,7 +31,7 @@ def _leases(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
     by_session: dict[Any, set[Any]] = {}
     by_request: dict[Any, set[Any]] = {}
     waiting: dict[Any, dict[Any, list[int]]] = {}
-    for lease in table:
+    for lease in (*table, *table._closed):
         pending = [item for item, block in enumerate(lease.items) if block is not None and not block.ready]
         yield f"pending items of lease {lease.id}", lease.pending, len(pending)
         yield f"hits of lease {lease.id}", lease.hits, len(lease.items) - lease.items.count(None)
@@ -52,9 +52,15 @@ def _leases(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
 
 def _stores(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
     table = core._stores.table
-    owners = [(store.id, store.owner.engine, store.owner.grant) for store in table]
+    stores = (*table, *table._closed.values())
+    owners = [(store.id, store.owner.engine, store.owner.grant) for store in stores]
     owners += [(store_id, entry.engine, entry.grant) for store_id, entry in table._quarantine.items()]
     yield "stores of tenants", table._per_tenant, Counter(tenant_of(engine[0]) for _, engine, _ in owners)
+    writers: dict[int, set[Any]] = {}
+    for store_id, entry in table._quarantine.items():
+        for writer in entry.writers & table._by_writer.keys():
+            writers.setdefault(writer, set()).add(store_id)
+    yield "stores by writer", {writer: set(stores) for writer, stores in table._by_writer.items()}, writers
     yield "stores by grant", table.by_grant, {grant: store_id for store_id, _, grant in owners if grant[1]}
 
 

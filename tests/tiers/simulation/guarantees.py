@@ -49,6 +49,8 @@ def _check_figures(world: World) -> None:
             blocks = record.blocks if record.quarantine is not None else []
             for block in inside.released_blocks(world.core, record.id, blocks):
                 used[block.namespace] += -(-block.part_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        for namespace, _, nbytes in inside.lifting(world.core):
+            used[namespace] += nbytes
         _compare(cpu, used)
     for tier, entries in zip(below, world.core_view.entries, strict=True):
         if len(tier.shares) > 1:

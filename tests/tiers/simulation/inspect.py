@@ -36,7 +36,7 @@ from .model import EXTENT, Name
 GRACE_SECONDS = 2.0
 """Time for pins in retiring extents, so short that runs have many."""
 
-SLICED = ("cpu_tier", "sliced_work", "bulk_eviction", "conversation_tasks", "retiring_extents")
+SLICED = ("cpu_tier", "sliced_work", "bulk_eviction", "conversation_tasks", "retiring_extents", "endings")
 """Modules whose slices have three items."""
 
 CONVERSATION_LIMITS = {"KEYS": 24, "TENANT_KEYS": 40, "ALL_KEYS": 60, "TENANT_CONVERSATIONS": 3, "ALL_CONVERSATIONS": 6}
@@ -120,7 +120,8 @@ def ended_hold_pins(core: TierManager) -> list[Block]:
 
 def abandoned(core: TierManager) -> list[Store]:
     """Returns the stores of lost clients whose blocks are not released yet."""
-    return [entry.remove.args[0] for entry in unpins(core) if isinstance(entry.remove, partial)]
+    released = [entry.remove.args[0] for entry in unpins(core) if isinstance(entry.remove, partial)]
+    return [*released, *core._stores.table._closed.values()]
 
 
 def released_blocks(core: TierManager, store_id: int, blocks: list[Block]) -> list[Block]:
@@ -285,6 +286,17 @@ def quarantined(core: TierManager) -> list[int]:
     return [slot for entry in core._stores.table._quarantine.values() for slot in entry.offsets]
 
 
+def lifting(core: TierManager) -> list[tuple[NamespaceId, int, int]]:
+    """Returns namespace, bytes of parts and bytes of slots of each quarantine that a slice will lift.
+
+    Its writers have ended.
+    """
+    table, size_of = core._stores.table, core._cpu_tier.memory.slot_bytes_of
+    entries = [each for each in table._quarantine.values() if each.writers]
+    entries = [each for each in entries if each.writers.isdisjoint(table._by_writer)]
+    return [(each.engine[0], each.nbytes, size_of(each.offsets)) for each in entries]
+
+
 def leases(core: TierManager) -> dict[int, BlockLease]:
     return core._lookups.leases._leases  # type: ignore[return-value]
 
@@ -305,7 +317,7 @@ def open_questions(secondary: SecondaryTierState) -> set[Name]:
 
 def request(core: TierManager, engine: str, request_id: str) -> Request | None:
     """Returns the state of a request."""
-    return core._requests.get(engine, request_id)
+    return core._requests._requests.get((engine, request_id))
 
 
 def request_names(core: TierManager) -> set[tuple[str, str]]:
@@ -382,11 +394,13 @@ def on_the_way(core: TierManager, secondary: SecondaryTierState) -> list[Block]:
 
 def pins(core: TierManager, publishing: Iterable[Block]) -> Counter[Block]:
     """Returns the pins of leases, stores, publications, holds, jobs and queues per block."""
-    held = Counter[Block](chain.from_iterable(lease.items for lease in leases(core).values()))  # type: ignore[arg-type]
+    pinning = [*leases(core).values(), *core._lookups.leases._closed]
+    held = Counter[Block](chain.from_iterable(lease.items for lease in pinning))  # type: ignore[arg-type]
     del held[None]  # type: ignore[arg-type]
     held.update(chain.from_iterable(store.blocks for store in stores(core).values()))
     held.update(chain.from_iterable(store.others for store in stores(core).values()))
     held.update(chain.from_iterable(store.others for store in abandoned(core)))
+    held.update(chain.from_iterable(store.blocks for store in core._stores.table._closed.values()))
     held.update(chain.from_iterable(job.blocks for job in core._tier_jobs._jobs.values()))
     held.update(chain.from_iterable(secondary.write_back_queue for secondary in core._tier_jobs.secondaries))
     for entry in unpins(core):
@@ -430,6 +444,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
     """Returns the state that should be empty without clients and jobs, and is not."""
     found: dict[str, object] = {
         "leases": core._lookups.leases._leases,
+        "closed leases": core._lookups.leases._closed,
         "leases by session": core._lookups.leases._by_session,
         "leases by request": core._lookups.leases._by_request,
         "leased items": core._lookups.leases._items,
@@ -444,12 +459,15 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "items of tenants": core._lookups.leases._tenant_items,
         "leases by grant": core._lookups.leases.by_grant,
         "stores": core._stores.table._stores,
+        "closed stores": core._stores.table._closed,
         "stores by grant": core._stores.table.by_grant,
         "stores of tenants": core._stores.table._per_tenant,
         "open requests": core._requests._open,
         "awaited blocks": core._requests._awaited,
         "quarantine": core._stores.table._quarantine,
+        "writers in quarantine": core._stores.table._by_writer,
         "sessions": core._sessions,
+        "ended sessions": core._endings.sessions,
         "requests": core._requests._requests,
         "parked blocks": core._requests._waiting,
         "jobs": core._tier_jobs._jobs,

@@ -245,6 +245,7 @@ def _leaks(world: World) -> None:
     ended = [record for record in world.ledger.stores.values() if record.quarantine is not None]
     released = chain.from_iterable(inside.released_blocks(world.core, record.id, record.blocks) for record in ended)
     waiting = sum(block.part_bytes for block in released)
+    waiting += sum(nbytes for _, nbytes, _ in inside.lifting(world.core))
     if world.core_view.stats.quarantined_bytes != waiting:
         raise Violation(
             Invariant.LEAKS, f"{world.core_view.stats.quarantined_bytes} bytes in quarantine, not {waiting}"

@@ -70,9 +70,23 @@ MUTANTS = (
     Mutant(
         "leases outlive their session",
         Invariant.OWNERS,
-        "core/manager.py",
-        "self._lookups.end(self._lookups.leases.of_session(session_id))",
-        "self._lookups.end(())",
+        "core/endings.py",
+        "leases, stores = self._lookups.leases.of_session(session.id), ",
+        "leases, stores = (), ",
+    ),
+    Mutant(
+        "a closed lease never ends",
+        Invariant.LEAKS,
+        "core/endings.py",
+        "            if start:\n                yield None\n            part = leases[",
+        "            if start:\n                return\n            part = leases[",
+    ),
+    Mutant(
+        "the writers of an ending session are forgotten",
+        Invariant.SLOTS,
+        "core/endings.py",
+        "return self._sessions.get(session_id) or self.sessions.get(session_id)",
+        "return self._sessions.get(session_id)",
     ),
     Mutant(
         "only the first expired lease ends",
@@ -210,9 +224,9 @@ MUTANTS = (
     Mutant(
         "requests outlive their session",
         Invariant.FINISH,
-        "core/manager.py",
-        "                self._requests.finish(request, abandon=True)\n",
-        "                pass\n",
+        "core/endings.py",
+        "            self._requests.get(session.engine, request_id)  # finishes it\n",
+        "",
     ),
     Mutant(
         "dropped cascades are not reported",

@@ -1,0 +1,157 @@
+"""Leases, stores and requests that end together: closed at once, and ended in slices."""
+
+import pytest
+from core_rig import Rig, keys
+from harness.operations import run_to_end
+from simulation import ModelTier
+
+from kvtier.tiers.base import RequestInfo
+from kvtier.tiers.core import endings
+from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
+from kvtier.tiers.core.leases import BlockLease
+from kvtier.tiers.errors import LeaseNotFound, StoreNotFound
+from kvtier.tiers.types import EngineSession, StoreId
+
+WRITER = hash("engine") & 0xFFFF
+
+
+@pytest.fixture(autouse=True)
+def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endings, "SLICE", 4)
+    monkeypatch.setattr(endings, "REQUEST_SLICE", 4)
+
+
+def lease(rig: Rig) -> BlockLease:
+    found = run_to_end(rig.core.lookup(rig.session, keys(0), LookupSpec(lease_seconds=60), now=0)).lease
+    assert found is not None
+    return found
+
+
+def prepare(rig: Rig, number: int) -> StoreId:
+    store_id = run_to_end(
+        rig.core.prepare_store(rig.session, keys(number), StoreSpec(lease_seconds=60), now=0)
+    ).store_id
+    assert store_id is not None
+    return store_id
+
+
+def begin(rig: Rig, session: EngineSession, request_id: str) -> None:
+    rig.core.begin_request(session, RequestInfo(request_id, session.namespace.id))
+
+
+@pytest.mark.parametrize("end", ["session", "expiry", "request"])
+def test_leases_that_end_together_end_in_slices(end: str) -> None:
+    """No call finds them, and their pins leave with the slices."""
+    rig = Rig()
+    rig.store(keys(0))
+    leases = [lease(rig) for _ in range(10)]
+    other = rig.open("other")
+    namesake = rig.core.open_session(b"namesake", "engine", None, rig.session.namespace)
+    [block] = rig.core._cpu_tier._index
+    if end == "session":
+        rig.core.close_session(rig.session.id)
+    elif end == "expiry":
+        rig.core.tick(60)
+    else:
+        rig.core.finish_request(rig.session, "")
+    assert rig.core.stats().leases == 0
+    assert rig.core.stats().expired_leases == (10 if end == "expiry" else 0)
+    for each in leases:
+        with pytest.raises(LeaseNotFound):
+            rig.core.renew(namesake, each.id, 1e9)
+    left = [block.pins]
+    while block.pins:
+        rig.core.work()
+        left.append(block.pins)
+    assert len(left) >= 3
+    assert max(before - after for before, after in zip(left, left[1:], strict=False)) <= 4
+    assert not rig.core._lookups.leases.items_of_tenant(other.namespace.id)
+
+
+@pytest.mark.parametrize("end", ["session", "expiry", "expiry, then session"])
+def test_slots_of_closed_stores_wait_for_their_writer(end: str) -> None:
+    """No slot is free before the connection of the writer has ended, also if the session ends first."""
+    rig = Rig()
+    stores = [prepare(rig, number) for number in range(9)]
+    if end.startswith("expiry"):
+        rig.core.tick(60)
+    if end.endswith("session"):
+        rig.core.close_session(rig.session.id)
+    assert not rig.core.stores()
+    closed = len(rig.core._stores.table._closed)
+    assert 0 < closed < len(stores)
+    for _ in range(20):
+        assert len(rig.core._stores.table._closed) >= closed - 4
+        closed = len(rig.core._stores.table._closed)
+        rig.core.work()
+    assert rig.core.stats().quarantined_bytes == 9 * 4096
+    rig.core.writer_gone(rig.session.id, WRITER)
+    assert 0 < rig.core.stats().quarantined_bytes < 9 * 4096, "lifted in slices"
+    for _ in range(20):
+        rig.core.work()
+    assert rig.core.stats().quarantined_bytes == 0
+
+
+def test_a_writer_that_ends_between_the_slices_frees_all_slots() -> None:
+    """The stores that end later do not wait for it."""
+    rig = Rig()
+    for number in range(9):
+        prepare(rig, number)
+    rig.core.close_session(rig.session.id)
+    rig.core.writer_gone(rig.session.id, WRITER)
+    for _ in range(20):
+        rig.core.work()
+    assert rig.core.stats().quarantined_bytes == 0
+    assert not rig.core._stores.table.granted_bytes
+    assert not rig.core._endings.sessions
+
+
+def test_a_late_completion_of_a_closed_store_frees_its_slots() -> None:
+    """The client has stopped writing, so its slots need no quarantine."""
+    rig = Rig()
+    stores = [prepare(rig, number) for number in range(9)]
+    rig.core.tick(60)
+    late = next(reversed(rig.core._stores.table._closed))
+    assert late in stores
+    with pytest.raises(StoreNotFound):
+        rig.core.store(rig.session, late)
+    assert rig.core.is_quarantined(late, rig.session.engine)
+    rig.core.writer_done(rig.session, late)
+    assert not rig.core.is_quarantined(late, rig.session.engine)
+    for _ in range(20):
+        rig.core.work()
+    assert rig.core.stats().quarantined_bytes == 8 * 4096
+
+
+def test_requests_of_an_ended_session_end_in_slices() -> None:
+    """Tiers are told of a bounded number per slice."""
+    tier = ModelTier("near", 1 << 20)
+    rig = Rig(tier)
+    for number in range(10):
+        begin(rig, rig.session, f"r{number}")
+    rig.core.close_session(rig.session.id)
+    told = [len(tier.finished)]
+    while told[-1] < 10:
+        rig.core.work()
+        told.append(len(tier.finished))
+    assert told == [4, 8, 10]
+    assert not rig.core._requests._requests
+
+
+def test_a_request_of_an_ended_session_does_not_answer_for_a_new_session() -> None:
+    """The old one ends before the new one begins, and the slices do not end the new one."""
+    tier = ModelTier("near", 1 << 20)
+    rig = Rig(tier)
+    for number in range(10):
+        begin(rig, rig.session, f"r{number}")
+    rig.core.close_session(rig.session.id)
+    session = rig.core.open_session(b"new", "engine", None, rig.session.namespace)
+    for number in range(10):
+        begin(rig, session, f"r{number}")
+    assert sorted(tier.finished) == [f"r{number}" for number in range(10)]
+    for _ in range(5):
+        rig.core.work()
+    assert len(tier.finished) == 10
+    assert len(session.requests) == 10
+    rig.core.finish_request(session, "r9")
+    assert tier.finished[10:] == ["r9"]
