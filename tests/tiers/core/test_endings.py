@@ -1,5 +1,7 @@
 """Leases, stores and requests that end together: closed at once, and ended in slices."""
 
+from itertools import pairwise
+
 import pytest
 from core_rig import Rig, keys
 from harness.operations import run_to_end
@@ -64,7 +66,7 @@ def test_leases_that_end_together_end_in_slices(end: str) -> None:
         rig.core.work()
         left.append(block.pins)
     assert len(left) >= 3
-    assert max(before - after for before, after in zip(left, left[1:], strict=False)) <= 4
+    assert max(before - after for before, after in pairwise(left)) <= 4
     assert not rig.core._lookups.leases.items_of_tenant(other.namespace.id)
 
 
