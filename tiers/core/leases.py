@@ -239,8 +239,7 @@ class LeaseTable:
         self._cpu_tier = cpu_tier
         self._unpins = unpins
         self._leases: dict[LeaseId, BlockLease] = {}
-        self._closed: dict[BlockLease, None] = {}
-        """Leases that no call finds any more, and whose pins and counts have not ended yet."""
+        self._closed: dict[BlockLease, None] = {}  # no call finds them; they have not ended
         self._waiting: dict[Block, dict[BlockLease, list[int]]] = {}
         """Per pending block the leases that contain it, with the item numbers of the block."""
         self._by_session: dict[bytes, dict[BlockLease, None]] = defaultdict(dict)
@@ -360,7 +359,6 @@ class LeaseTable:
             self._closed[lease] = None
 
     def is_closed(self, lease: BlockLease) -> bool:
-        """Returns whether a lease is closed and has not ended."""
         return lease in self._closed
 
     def end(self, lease: BlockLease) -> None:

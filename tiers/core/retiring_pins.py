@@ -39,7 +39,10 @@ class RetiringPins:
         expire: Callable[[Sequence[BlockLease], Sequence[Store]], None],
         perform: Callable[[Operation[None]], None],
     ) -> None:
-        """`expire` ends leases and stores without their clients, `perform` performs an operation that no call waits for."""
+        """`expire` ends leases and stores without their clients.
+
+        `perform` performs an operation that no call waits for.
+        """
         self._cpu_tier = cpu_tier
         self._retiring = cpu_tier.retiring
         self._leases = leases

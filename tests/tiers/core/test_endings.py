@@ -72,7 +72,7 @@ def test_leases_that_end_together_end_in_slices(end: str) -> None:
 
 @pytest.mark.parametrize("end", ["session", "expiry", "expiry, then session"])
 def test_slots_of_closed_stores_wait_for_their_writer(end: str) -> None:
-    """No slot is free before the connection of the writer has ended, also if the session ends first."""
+    """No slot is free before the connection of its writer has ended."""
     rig = Rig()
     stores = [prepare(rig, number) for number in range(9)]
     if end.startswith("expiry"):

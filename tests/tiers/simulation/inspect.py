@@ -287,7 +287,7 @@ def quarantined(core: TierManager) -> list[int]:
 
 
 def lifting(core: TierManager) -> list[tuple[NamespaceId, int, int]]:
-    """Returns namespace, bytes of parts and bytes of slots of each quarantine that a slice will lift.
+    """Returns namespace, part bytes and slot bytes of each quarantine that a slice will lift.
 
     Its writers have ended.
     """
