@@ -75,13 +75,6 @@ MUTANTS = (
         "leases, stores = (), ",
     ),
     Mutant(
-        "a closed lease never ends",
-        Invariant.LEAKS,
-        "core/endings.py",
-        "            if start:\n                yield None\n            part = leases[",
-        "            if start:\n                return\n            part = leases[",
-    ),
-    Mutant(
         "the writers of an ending session are forgotten",
         Invariant.SLOTS,
         "core/endings.py",
