@@ -91,7 +91,8 @@ class Endings:
     def _close(self, leases: Sequence[BlockLease], stores: Sequence[Store]) -> None:
         self._lookups.close(leases)
         for store in stores:
-            self._stores.table.close(store)
+            session = self._session(store.owner.session_id)
+            self._stores.table.close(store, session.writers if session is not None else ())
 
     def _end_session(
         self, session: EngineSession, leases: Sequence[BlockLease], stores: Sequence[Store]
@@ -132,8 +133,9 @@ class Endings:
         self._stores.abandon(stores, self._writers)
 
     def _writers(self, store: Store) -> set[int]:
+        """Returns the connections that could write when the store was closed, and still can."""
         session = self._session(store.owner.session_id)
-        return session.writers if session is not None else set()
+        return session.writers.intersection(store.writers) if session is not None else set()
 
     def _lift_quarantine(self, writer: int) -> Operation[None]:
         most = max(1, SLICE // _STORE_COST)

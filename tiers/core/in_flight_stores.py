@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import InvalidItem, LimitExceeded, NotOwner, StoreNotFound
@@ -55,6 +55,8 @@ class Store:
     unreceived: list[int] | None = None
     """Positions of the blocks that the completion has failed, because the server lacks bytes of
     them; None if the bytes may come through a mapping of the region."""
+    writers: frozenset[int] = frozenset()
+    """Connections that could write to the slots when the store was closed."""
     _completed_bytes: int = 0
 
     def receive(self, start: int, end: int) -> bool:
@@ -216,9 +218,10 @@ class InFlightStores:
     def is_open(self, store: Store) -> bool:
         return self._stores.get(store.id) is store
 
-    def close(self, store: Store) -> None:
+    def close(self, store: Store, writers: Iterable[int] = ()) -> None:
         """Hides an open store from all calls. `end` must follow, later."""
         if self.is_open(store):
+            store.writers = frozenset(writers)
             del self._stores[store.id]
             self._closed[store.id] = store
 

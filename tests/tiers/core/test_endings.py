@@ -108,6 +108,19 @@ def test_a_writer_that_ends_between_the_slices_frees_all_slots() -> None:
     assert not rig.core._endings.sessions
 
 
+def test_a_connection_that_begins_after_a_store_was_closed_is_no_writer() -> None:
+    """The slots are free when the connections have ended that could write to them."""
+    rig = Rig()
+    for number in range(9):
+        prepare(rig, number)
+    rig.core.tick(60)
+    rig.core.writer_attached(rig.session.id, WRITER + 1)
+    rig.core.writer_gone(rig.session.id, WRITER)
+    for _ in range(20):
+        rig.core.work()
+    assert rig.core.stats().quarantined_bytes == 0
+
+
 def test_a_late_completion_of_a_closed_store_frees_its_slots() -> None:
     """The client has stopped writing, so its slots need no quarantine."""
     rig = Rig()

@@ -36,7 +36,7 @@ from .model import EXTENT, Name
 GRACE_SECONDS = 2.0
 """Time for pins in retiring extents, so short that runs have many."""
 
-SLICED = ("cpu_tier", "sliced_work", "bulk_eviction", "conversation_tasks", "retiring_extents", "endings")
+SLICED = ("cpu_tier", "sliced_work", "bulk_eviction", "conversation_tasks", "retiring_extents")
 """Modules whose slices have three items."""
 
 CONVERSATION_LIMITS = {"KEYS": 24, "TENANT_KEYS": 40, "ALL_KEYS": 60, "TENANT_CONVERSATIONS": 3, "ALL_CONVERSATIONS": 6}
@@ -78,7 +78,8 @@ def small_jobs(nbytes: int) -> Iterator[None]:
     """Limits jobs to `nbytes`, slices to three items and event logs to 16, to split all work."""
     limits = {"tier_jobs.JOB_BYTES": nbytes, "event_log.RUN_KEYS": 3, "event_log.MAX_KEYS": 16}
     limits |= {f"{module}.SLICE": 3 for module in SLICED}
-    limits |= {"room_queue.MAX_WAITERS": 3, "retiring_extents.GRACE_SECONDS": GRACE_SECONDS, "retiring_pins.SLICE": 80}
+    limits |= {"endings.SLICE": 1, "endings.REQUEST_SLICE": 1, "room_queue.MAX_WAITERS": 3}
+    limits |= {"retiring_extents.GRACE_SECONDS": GRACE_SECONDS, "retiring_pins.SLICE": 80}
     limits |= {f"conversations.MAX_{name}": limit for name, limit in CONVERSATION_LIMITS.items()}
     with contextlib.ExitStack() as patches:
         for name, limit in limits.items():
@@ -316,8 +317,8 @@ def open_questions(secondary: SecondaryTierState) -> set[Name]:
 
 
 def request(core: TierManager, engine: str, request_id: str) -> Request | None:
-    """Returns the state of a request."""
-    return core._requests._requests.get((engine, request_id))
+    """Returns the state of a request. As in a call that names it, ends one of an ended session."""
+    return core._requests.get(engine, request_id)
 
 
 def request_names(core: TierManager) -> set[tuple[str, str]]:

@@ -295,6 +295,8 @@ def check(world: World) -> None:
 def check_settled(world: World) -> None:
     """Checks the state after all clients have left and all jobs have ended."""
     check(world)
+    unfinished = [record.id for record in world.ledger.requests.open if not record.finished]
+    world.must(Invariant.FINISH, not unfinished, f"requests of ended sessions are not finished: {unfinished}")
     left = inside.leftovers(world.core)
     world.must(Invariant.LEAKS, not left, f"left over: {left}")
     for entries, tier in zip(world.core_view.entries, world.tiers, strict=True):

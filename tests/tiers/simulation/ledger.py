@@ -194,7 +194,6 @@ class Ledger:
         for record in self.in_flight():
             if record.client is client:
                 self.abandon(record)
-        self.requests.session_closed(client.session)
 
     def request_finished(self, engine: str, request_id: str) -> None:
         """The leases of a request end with it."""

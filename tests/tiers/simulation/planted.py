@@ -75,6 +75,13 @@ MUTANTS = (
         "leases, stores = (), ",
     ),
     Mutant(
+        "a closed lease never ends",
+        Invariant.LEAKS,
+        "core/endings.py",
+        "            if start:\n                yield None\n            part = leases[",
+        "            if start:\n                yield None\n                return\n            part = leases[",
+    ),
+    Mutant(
         "the writers of an ending session are forgotten",
         Invariant.SLOTS,
         "core/endings.py",

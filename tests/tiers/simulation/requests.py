@@ -74,6 +74,15 @@ class RequestBook:
         """Returns the current request of an id."""
         return self.current.get((engine, request_id))
 
+    def named(self, engine: str, request_id: str) -> RequestRecord | None:
+        """Returns the request that a call has named; None if the call has ended it.
+
+        A call ends a request of an ended session first.
+        """
+        self.finish_of_ended_sessions()
+        record = self.get(engine, request_id)
+        return None if record is not None and record.session.ended and not record.must_wait else record
+
     def begin(self, session: EngineSession, request_id: str, negotiation: Negotiation) -> RequestRecord:
         """Records the begin of a request."""
         votes = enumerate(negotiation.votes, 1)
@@ -84,10 +93,10 @@ class RequestBook:
         self.begun[request_id] += 1
         return record
 
-    def session_closed(self, session: EngineSession) -> None:
-        """Finishes the requests of a session and drops their awaited blocks."""
+    def finish_of_ended_sessions(self) -> None:
+        """Finishes what the core has finished in this event, and drops the awaited blocks."""
         for record in self.open:
-            if record.session is session and not record.finished:
+            if record.session.ended and not record.finished and record.id not in record.session.requests:
                 record.finished = True
                 record.missing += len(record.parked)
                 record.parked.clear()

@@ -112,7 +112,7 @@ class Sessions(Actors):
         policy = max((vote.policy for _, vote in negotiation.votes), default=OffloadPolicy.BLOCK_LEVEL)
         self.world.must(Invariant.FINISH, negotiation.policy == policy, "one tier that insists is enough")
         known = book.get(session.engine, request_id)
-        if known is None or known.finished:
+        if known is None or known.finished or known.session.ended:
             record = book.begin(session, request_id, negotiation)
             record.known = inside.request(self.world.core, session.engine, request_id)
 
@@ -120,8 +120,11 @@ class Sessions(Actors):
         if (client := self.pick_client()) is None:
             return
         session, request_id, book = client.session, self.rng.choice(REQUESTS), self.world.ledger.requests
+        record = book.get(session.engine, request_id)
+        ends = record is not None and record.session.ended and not record.finished
         known = self.world.core.finish_request(session, request_id)
-        record = book.get(session.engine, request_id) or book.begin(session, request_id, known.negotiation)
+        if record is None or (ends and record.known is not known):  # the core has ended it first
+            record = book.begin(session, request_id, known.negotiation)
         self.world.must(Invariant.FINISH, record.known in (None, known), f"{request_id!r}: not the one that was begun")
         record.finished, record.known = True, known
         self.world.saw("finished while blocks are owed", bool(record.pending_stores))

@@ -83,7 +83,7 @@ class Preparation(Call):
         self._check_conversation(part)
         granted = [key for key, status in zip(part, statuses, strict=True) if status == StoreStatus.GRANTED]
         self.world.must(Invariant.SLOTS, len(granted) == len(slots), "a slot per granted block")
-        request = self.world.ledger.requests.get(self.session.engine, self.request_id)
+        request = self.world.ledger.requests.named(self.session.engine, self.request_id)
         if request is not None and request.request_level_tiers:
             names = {(self.session.namespace.id, key) for key in granted}
             self.world.insisted_on(request, dict.fromkeys(part), names, self.session)

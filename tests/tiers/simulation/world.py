@@ -170,6 +170,7 @@ class World:
         """Updates the model of requests, and counts the events of this step."""
         core_view = self.core_view = inside.CoreView(self.core)
         self._end_overdue()
+        self.ledger.requests.finish_of_ended_sessions()
         self.ledger.end_of_stores({store.id for store in inside.abandoned(self.core)})
         self.ledger.holds.update_engines({client.session.engine for client in self.ledger.clients})
         self.gone = [block for block in self.before.ready if not block.ready and not block.hold_only]
