@@ -236,8 +236,7 @@ class LeaseTable:
     """The leases by id, and the pending blocks that leases wait for."""
 
     def __init__(self, cpu_tier: CpuTier, new_ids: Iterator[int], unpins: UnpinQueue) -> None:
-        self._cpu_tier = cpu_tier
-        self._unpins = unpins
+        self._cpu_tier, self._unpins = cpu_tier, unpins
         self._leases: dict[LeaseId, BlockLease] = {}
         self._closed: dict[BlockLease, None] = {}  # no call finds them; they have not ended
         self._waiting: dict[Block, dict[BlockLease, list[int]]] = {}
@@ -376,9 +375,8 @@ class LeaseTable:
     def _forget(self, lease: BlockLease) -> None:
         self.close(lease)
         del self._closed[lease]
-        owner = lease.owner
+        owner, tenant = lease.owner, tenant_of(lease.owner.engine[0])
         self._items[owner.session_id] -= LEASE_COST + len(lease.items)
-        tenant = tenant_of(owner.engine[0])
         self._tenant_items[tenant] -= LEASE_COST + len(lease.items) + PENDING_COST * lease.pending
         if not self._tenant_items[tenant]:
             del self._tenant_items[tenant]
