@@ -27,7 +27,7 @@ WITH_KEYS = {
     ("keys", "expected"),
     [
         pytest.param([b""], INVALID_KEY, id="empty"),
-        pytest.param([b"abcd"], INVALID_KEY, id="only a group"),
+        pytest.param([bytes(4)], INVALID_KEY, id="only a group"),
         pytest.param([*KEYS, b"k" * 81], INVALID_KEY, id="too long"),
         pytest.param([make_key(b"some hash", 2)], INVALID_KEY, id="no such group"),
         pytest.param([*KEYS[:3], make_key(b"some hash", 2**32 - 1)], INVALID_KEY, id="no such group, last"),
