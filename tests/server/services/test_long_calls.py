@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Iterator, Sequence
 from inspect import GEN_CLOSED, getgeneratorstate
 from pathlib import Path
@@ -624,6 +625,28 @@ def test_each_frame_of_a_stream_over_grpc_waits_for_a_turn(push: bool) -> None: 
                 assert len([each async for each in service.Pull(request, None)]) == 8
             # The first frame of a Push tells which session it is.
             assert calls.long_calls.scheduler.turns - before == 8 - push
+
+    asyncio.run(scenario())
+
+
+def test_a_frame_that_repeats_bytes_writes_the_others_to_their_places() -> None:
+    """A client that pushes again after a failure sends bytes that have arrived before."""
+    content = random.Random(1).randbytes(2 * PART)
+    ranges = [(0, 100), (50, PART + 10), (PART - 10, 2 * PART)]
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            store_id = calls.store(KEYS[:2])
+
+            async def frames() -> AsyncIterator[bytes]:
+                for start, end in ranges:
+                    data = content[start:end]
+                    yield encode_push_frame(start, checksum([memoryview(data)]), [data], store_id=store_id)
+
+            await transfers_of(calls).Push(frames(), None)  # type: ignore[arg-type]
+            slots = calls.runtime.core.store(calls.session, StoreId(store_id)).slots()
+            memory = calls.runtime.region.memory
+            assert b"".join(bytes(memory[slot : slot + PART]) for slot in slots) == content
 
     asyncio.run(scenario())
 
