@@ -161,7 +161,15 @@ def test_an_answer_to_another_call(peer: Callable[..., SocketTarget], step: int,
 
 @IN_LOOP
 def test_right_answers(peer: Callable[..., SocketTarget], *, in_loop: bool) -> None:
-    assert called(peer(answered(0, b"good")), [SOON] * 3, in_loop=in_loop) == [b"good"] * 3
+    """All calls use one connection."""
+    connections = []
+
+    def script(peer: Peer, connection: Connection) -> None:
+        connections.append(connection)
+        answered(0, b"good")(peer, connection)
+
+    assert called(peer(script), [SOON] * 3, in_loop=in_loop) == [b"good"] * 3
+    assert len(connections) == 1
 
 
 @IN_LOOP
