@@ -258,6 +258,7 @@ def test_a_setting_passed_to_generate_replaces_that_of_the_model() -> None:
         (2, None, True),
         (1, 1, True),
         (1, [2, 1], True),
+        ([1, 2], 2, False),
         (torch.tensor(1), torch.tensor([2]), False),
         (torch.tensor([1]), torch.tensor([1, 2]), True),
     ],

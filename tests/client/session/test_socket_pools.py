@@ -72,6 +72,14 @@ def test_a_pool_keeps_few_idle_connections(listener: socket.socket, pairs: Pairs
     calls.close()
 
 
+def test_a_closed_pool_keeps_no_connection(listener: socket.socket, pairs: Pairs) -> None:
+    """A call that was in progress returns its connection after the end of the session."""
+    calls = SocketCalls(target_of(listener))
+    calls.close()
+    calls.put(Connection(pairs.new()), intact=True)
+    assert pairs.peers[0].recv(1) == b""
+
+
 def test_a_connection_that_the_server_has_closed_is_not_used(listener: socket.socket, pairs: Pairs) -> None:
     calls = SocketCalls(target_of(listener))
     kept, lost = Connection(pairs.new()), Connection(pairs.new())

@@ -44,6 +44,16 @@ def test_an_entry_is_found_by_its_token_until_it_expires(tmp_path: Path) -> None
     assert token_file.is_still_valid(OWNER, 0.0)
 
 
+def test_every_byte_of_a_hash_counts(tmp_path: Path) -> None:
+    """Entries are found by the first bytes of their hashes."""
+    token = new_token()
+    right = token_hash(token)
+    wrong = right[:-1] + ("0" if right[-1] != "0" else "1")
+    for text, found in ((right, True), (wrong, False)):
+        token_file = read(tmp_path, format_entry("n", text, "acme", ["engine"], shared_memory=False))
+        assert (token_file.find_token(token, 0.0) is not None) is found
+
+
 def test_a_session_ends_if_the_tenant_of_its_entry_changes(tmp_path: Path) -> None:
     token = new_token()
     before = read(tmp_path, format_entry("n", token_hash(token), "acme", ["engine"], shared_memory=False))

@@ -31,7 +31,7 @@ from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import Change
 from kvtier.tiers.core.completions import Durability
 from kvtier.tiers.core.operations import Operation
-from kvtier.tiers.errors import InvalidItem, InvalidKey, StoreNotFound
+from kvtier.tiers.errors import InvalidItem, InvalidKey, LeaseNotFound, StoreNotFound
 from kvtier.tiers.types import (
     DurableStatus,
     EngineSession,
@@ -139,6 +139,10 @@ def test_few_calls_of_a_tenant_wait_for_changes(monkeypatch: pytest.MonkeyPatch)
         async with serving() as calls:
             calls.store(KEYS[:1])
             waiting = [asyncio.create_task(calls.flush(KEYS[:1], 3600)) for _ in range(2)]
+            await until(lambda: calls.long_calls._waiting.total() == 2)
+            waiting[0].cancel()
+            await asyncio.gather(waiting[0], return_exceptions=True)
+            waiting[0] = asyncio.create_task(calls.flush(KEYS[:1], 3600))
             await until(lambda: calls.long_calls._waiting.total() == 2)
             assert await calls.flush(KEYS[:1], 3600) == bytes([DurableStatus.PENDING])
             reset = await calls.service.Reset(cache_pb2.ResetRequest(wait=duration(3600)), None)
@@ -572,6 +576,24 @@ def test_loads_are_prepared_in_slices() -> None:
                     cache_pb2.PrepareLoadRequest(lease_id=lease_id, items=[*range(MANY), MANY]), None
                 )
             assert calls.runtime.core.stats().tiers[0].loaded_bytes == loaded
+
+    asyncio.run(scenario())
+
+
+def test_a_lease_that_ends_during_a_long_read_is_not_found() -> None:
+    """Its slots may have other blocks."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            core = calls.runtime.core
+            run_to_end(core.complete_store(calls.session, calls.store(KEYS)))
+            lease_id = LeaseId((await calls.look_up(KEYS)).lease_id)
+            call = asyncio.create_task(calls.long_calls.read(calls.session, lease_id, [*range(MANY)] * 4))
+            await asyncio.sleep(0)
+            assert not call.done()
+            core.release(calls.session, lease_id)
+            with pytest.raises(LeaseNotFound):
+                await call
 
     asyncio.run(scenario())
 

@@ -479,16 +479,19 @@ def test_a_damaged_page_header_frees_no_pages_of_other_blocks(
     tier.close()
 
 
-def test_a_block_with_a_missing_chunk_is_corrupt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("found", ["nothing", "a shorter chunk"])
+def test_a_block_without_a_whole_chunk_is_corrupt(tmp_path: Path, found: str) -> None:
     """Its removal, beside others, leaves none of its chunks."""
     tier = opened(tmp_path)
     sizes = (600_000,)  # four chunks
     tier.store([full(b"%d" % number, content(number, sizes)) for number in range(4)])
     with tier._store.env.begin(write=True) as txn:
         for key in (b"1", b"2"):
-            assert txn.delete(
-                chunk_prefix(record_of(tier, SPACE, key).record_id) + bytes([0, 0, 0, 0, 0, 1]), db=tier._store.data
-            )
+            chunk = chunk_prefix(record_of(tier, SPACE, key).record_id) + bytes([0, 0, 0, 0, 0, 1])
+            text = txn.get(chunk, db=tier._store.data)
+            assert txn.delete(chunk, db=tier._store.data)
+            if found != "nothing":
+                assert txn.put(chunk, text[:-PAGE], db=tier._store.data)
     assert tier.load([empty(b"1", sizes)]) == [CORRUPT]
     tier.remove([(SPACE, b"%d" % number) for number in range(3)])
     assert fetch(tier, b"3", sizes) == content(3, sizes)

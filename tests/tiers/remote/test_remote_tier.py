@@ -105,6 +105,10 @@ def test_an_open_breaker_permits_single_probes() -> None:
     breaker.succeeded()
     assert breaker.permits()
     assert breaker.permits()
+    for _ in range(FAILURES):
+        breaker.failed("lost")
+    now += PROBE_SECONDS
+    assert breaker.permits(), "as soon as after the first failures"
 
 
 def test_one_failure_keeps_the_breaker_closed() -> None:

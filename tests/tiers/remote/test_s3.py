@@ -197,8 +197,11 @@ class AnsweringStore:
             for name in names
         )
 
+        tokens = self.session_tokens = set[str | None]()
+
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                tokens.add(self.headers["x-amz-security-token"])
                 if self.command == "PUT":
                     self.rfile.read(int(self.headers["Content-Length"]))
                 body = f"<Error><Code>{code}</Code></Error>".encode()
@@ -251,6 +254,21 @@ def test_answers_of_a_store(tmp_path: Path, status: int, code: str, outcome: Out
         assert tier.store([full(ROW[0], [b"x"])]) == [outcome]
         assert error in (tier.last_error or "")
         assert bool(tier.last_error) == bool(error)
+    finally:
+        tier.close()
+        store.close()
+
+
+@pytest.mark.parametrize("token", [None, "temporary"])
+def test_temporary_credentials_have_a_session_token(tmp_path: Path, token: str | None) -> None:
+    credentials = tmp_path / "credentials"
+    text = "[default]\naws_access_key_id = a\naws_secret_access_key = b\n"
+    credentials.write_text(text + (f"aws_session_token = {token}\n" if token else ""))
+    store = AnsweringStore(412, "PreconditionFailed")
+    tier = s3_tier(url="s3://bucket", endpoint=store.endpoint, credentials_file=credentials)
+    try:
+        assert tier.store([full(ROW[0], [b"x"])]) == [DONE]
+        assert store.session_tokens == {token}
     finally:
         tier.close()
         store.close()
