@@ -103,11 +103,13 @@ def test_attach_checks_the_size(region: HostRegion) -> None:
         HostRegion.attach(region.fd, SIZE - PAGE_BYTES)
 
 
-def test_attach_checks_the_seal() -> None:
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL])
+def test_attach_checks_the_seal(seals: int) -> None:
     """A descriptor that its owner could shrink is not mapped."""
     fd = os.memfd_create("kvtier-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, SIZE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         with pytest.raises(RegionError, match="sealed"):
             HostRegion.attach(fd, SIZE)
     finally:
@@ -186,6 +188,14 @@ def test_populate_skips_unbacked_pages(region: HostRegion) -> None:
     with HostRegion.attach(region.fd, SIZE) as other:
         assert other.populate(0, SIZE) == HUGE_PAGE_BYTES
     assert os.fstat(region.fd).st_blocks * 512 == HUGE_PAGE_BYTES
+
+
+def test_populate_maps_the_pages_behind_a_hole(region: HostRegion) -> None:
+    pages = (0, 2 * PAGE_BYTES, SIZE - PAGE_BYTES)
+    for page in pages:
+        os.posix_fallocate(region.fd, page, PAGE_BYTES)
+    with HostRegion.attach(region.fd, SIZE) as other:
+        assert other.populate(0, SIZE) == len(pages) * PAGE_BYTES
 
 
 def test_close_is_idempotent_and_releases_everything() -> None:
