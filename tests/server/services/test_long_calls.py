@@ -594,7 +594,8 @@ def test_a_lease_that_ends_during_a_long_read_is_not_found(monkeypatch: pytest.M
             def ending(lease: BlockLease, items: Sequence[int], rank: int, *, counted: bool) -> Any:
                 assert len(items) < MANY
                 found = read(lease, items, rank, counted=counted)
-                core.release(calls.session, lease_id)
+                if core.leases():
+                    core.release(calls.session, lease_id)
                 return found
 
             monkeypatch.setattr(BlockLease, "read", ending)
