@@ -103,7 +103,9 @@ async def _abandon_start(server: Server, stop: asyncio.Event) -> None:
 
 @contextlib.contextmanager
 def _handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Iterator[None]:
-    """Handles the signals until the process has ended. The first that ends the server sets `stop`.
+    """Handles the signals. The first that ends the server sets `stop`.
+
+    The handlers stay until the process has ended. In the context each signal wakes the loop.
 
     Children block the signals (`tiers.storage.service_signals`). SIGHUP is ignored if it was
     ignored before the start, as by `nohup`.

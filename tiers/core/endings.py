@@ -130,12 +130,11 @@ class Endings:
             self._abandon([store for store in part if self._stores.table.closed(store.id) is store])
 
     def _abandon(self, stores: Sequence[Store]) -> None:
-        self._stores.abandon(stores, self._writers)
-
-    def _writers(self, store: Store) -> set[int]:
-        """Returns the connections that could write when the store was closed, and still can."""
-        session = self._session(store.owner.session_id)
-        return session.writers.intersection(store.writers) if session is not None else set()
+        """Ends closed stores; quarantines slots for the connections that can still write to them."""
+        for store in stores:
+            session = self._session(store.owner.session_id)
+            store.writers &= session.writers if session is not None else frozenset()
+        self._stores.abandon(stores)
 
     def _lift_quarantine(self, writer: int) -> Operation[None]:
         most = max(1, SLICE // _STORE_COST)

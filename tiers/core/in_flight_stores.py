@@ -56,7 +56,8 @@ class Store:
     """Positions of the blocks that the completion has failed, because the server lacks bytes of
     them; None if the bytes may come through a mapping of the region."""
     writers: frozenset[int] = frozenset()
-    """Connections that could write to the slots when the store was closed."""
+    """Connections that could write to the slots when the store was closed. Those that have ended are
+    removed before the quarantine begins."""
     _completed_bytes: int = 0
 
     def receive(self, start: int, end: int) -> bool:
@@ -236,12 +237,12 @@ class InFlightStores:
         self.by_grant.pop(store.owner.grant, None)
         self._count(store.owner.engine, -1)
 
-    def quarantine(self, store: Store, writers: set[int]) -> None:
-        """Begins a quarantine, which lasts until all of these writer connections have ended."""
-        self._quarantine[store.id] = _Quarantine([], 0, store.owner.engine, set(writers), store.owner.grant)
+    def quarantine(self, store: Store) -> None:
+        """Begins a quarantine, which lasts until all of the store's writers have ended."""
+        self._quarantine[store.id] = _Quarantine([], 0, store.owner.engine, set(store.writers), store.owner.grant)
         if store.owner.grant_id:
             self.by_grant[store.owner.grant] = store.id
-        for writer in writers:
+        for writer in store.writers:
             self._by_writer.setdefault(writer, {})[store.id] = None
         self._count(store.owner.engine, 1)
         self._lift_if_free(store.id)

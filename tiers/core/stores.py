@@ -74,7 +74,7 @@ class StoreHandler:
         except BaseException:
             store = preparation.store
             if store is not None and self.table.is_open(store) and store.failed is None:
-                self.abandon([store], _no_writers)  # no client knows its slots
+                self.abandon([store])  # no client knows its slots
             raise
         return preparation.answer()
 
@@ -231,7 +231,7 @@ class StoreHandler:
                     yield None
         finally:
             if self.table.is_open(store):
-                self.abandon([store], _no_writers)
+                self.abandon([store])
         return store.unreceived or ()
 
     def _begin_completion(self, session: EngineSession, store_id: StoreId, failed: Collection[int]) -> Store:
@@ -270,15 +270,12 @@ class StoreHandler:
         if not store.blocks:
             self._ended(store)
 
-    def abandon(self, stores: Iterable[Store], writers: Callable[[Store], set[int]]) -> None:
-        """Ends stores of lost clients; quarantines slots until no client can write to them.
-
-        `writers`: returns the writer connections that can write to a store.
-        """
+    def abandon(self, stores: Iterable[Store]) -> None:
+        """Ends stores of lost clients; quarantines slots until no client can write to them."""
         is_first = not self._unpins
         for store in stores:
             self.table.end(store)
-            self.table.quarantine(store, writers(store))
+            self.table.quarantine(store)
             if store.blocks:
                 self._unpins.add(partial(self._abandon_blocks, store), list(store.blocks), _UNPIN_COST)
             else:
@@ -363,7 +360,3 @@ class StoreHandler:
         if store.request is not None:
             store.request.stores -= 1
             self._requests.end_if_settled(store.request)
-
-
-def _no_writers(_: Store) -> set[int]:
-    return set()

@@ -138,13 +138,19 @@ def test_a_late_completion_of_a_closed_store_frees_its_slots() -> None:
     assert rig.core.stats().quarantined_bytes == 8 * 4096
 
 
-def test_requests_of_an_ended_session_end_in_slices() -> None:
-    """Tiers are told of a bounded number per slice."""
-    tier = ModelTier("near", 1 << 20)
+def rig_of_ended_requests(tier: ModelTier) -> Rig:
+    """Returns a core whose session has ended with ten requests."""
     rig = Rig(tier)
     for number in range(10):
         begin(rig, rig.session, f"r{number}")
     rig.core.close_session(rig.session.id)
+    return rig
+
+
+def test_requests_of_an_ended_session_end_in_slices() -> None:
+    """Tiers are told of a bounded number per slice."""
+    tier = ModelTier("near", 1 << 20)
+    rig = rig_of_ended_requests(tier)
     told = [len(tier.finished)]
     while told[-1] < 10:
         rig.core.work()
@@ -156,10 +162,7 @@ def test_requests_of_an_ended_session_end_in_slices() -> None:
 def test_a_request_of_an_ended_session_does_not_answer_for_a_new_session() -> None:
     """The old one ends before the new one begins, and the slices do not end the new one."""
     tier = ModelTier("near", 1 << 20)
-    rig = Rig(tier)
-    for number in range(10):
-        begin(rig, rig.session, f"r{number}")
-    rig.core.close_session(rig.session.id)
+    rig = rig_of_ended_requests(tier)
     session = rig.core.open_session(b"new", "engine", None, rig.session.namespace)
     for number in range(10):
         begin(rig, session, f"r{number}")
