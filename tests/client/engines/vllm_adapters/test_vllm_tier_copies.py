@@ -83,6 +83,23 @@ def test_a_job_that_has_copied_and_hangs_again_is_reported_at_once(
     may_go_on.set()
 
 
+def test_each_batch_of_a_job_has_its_own_rows(room: TierParts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "_BATCH_BYTES", 2 * ROW)
+    stored: list[int] = []
+    room.rows[:] = [[1], [2], [3], [4]]
+    room.client.confirm = lambda _: stored.extend(room.client.memory[:2, 0].tolist())
+    room.transfers.submit(room.job(1, room.lookups.begin("r", None)))
+    assert room.finished() == {1: frozenset(KEYS)}
+    assert stored == [1, 2, 3, 4]
+    room.client.confirm = str
+    room.client.memory[:4] = [[5], [6], [7], [8]]
+    job = room.job(2, room.lookups.begin("s", None))
+    job.pins = [Pin(SimpleNamespace(id=1), item, 1e9) for item in range(4)]  # type: ignore[arg-type]
+    room.transfers.submit(job)
+    assert room.finished() == {2: frozenset(KEYS)}
+    assert room.rows[:, 0].tolist() == [5, 6, 7, 8]
+
+
 @pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
 def test_a_drain_waits_for_the_copy_that_is_under_way(
     room: TierParts, copy: HeldCopy, leases: list[int] | None
