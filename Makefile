@@ -112,7 +112,7 @@ test-deploy: $(VENV)/.stamp $(DEPLOY)/.stamp  ## Test deploy/ with helm, Kuberne
 
 ##@ Search for faults
 
-simulate: $(VENV)/.stamp  ## Simulate the decision core with SEEDS=10000 random seeds from SEED_BASE=0 on (< 10 minutes on 2 cores); MUTANTS=1: show that it finds planted bugs
+simulate: $(VENV)/.stamp  ## Simulate the decision core with SEEDS=10000 random seeds from SEED_BASE=0 on (40 minutes on 2 cores); MUTANTS=1: show that it finds planted bugs
 	$(if $(MUTANTS),PYTHONPATH=tests:tests/tiers $(VENV)/bin/python -m simulation.mutants,\
 	  PYTHONPATH=tests/tiers $(VENV)/bin/python -m simulation.runner --seeds $(SEEDS) --seed-base $(SEED_BASE) $(if $(STEPS),--steps $(STEPS))) $(ARGS)
 
