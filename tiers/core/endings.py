@@ -130,7 +130,7 @@ class Endings:
             self._abandon([store for store in part if self._stores.table.closed(store.id) is store])
 
     def _abandon(self, stores: Sequence[Store]) -> None:
-        """Ends closed stores; quarantines slots for the connections that can still write to them."""
+        """Ends closed stores; quarantines slots for the connections that still can write."""
         for store in stores:
             session = self._session(store.owner.session_id)
             store.writers &= session.writers if session is not None else frozenset()

@@ -56,8 +56,8 @@ class Store:
     """Positions of the blocks that the completion has failed, because the server lacks bytes of
     them; None if the bytes may come through a mapping of the region."""
     writers: frozenset[int] = frozenset()
-    """Connections that could write to the slots when the store was closed. Those that have ended are
-    removed before the quarantine begins."""
+    """Connections that could write to the slots when the store was closed. Those that have ended
+    are removed before the quarantine begins."""
     _completed_bytes: int = 0
 
     def receive(self, start: int, end: int) -> bool:
