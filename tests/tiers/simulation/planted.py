@@ -29,7 +29,7 @@ MUTANTS = (
         "slots of an ended writer are reused at once",
         Invariant.SLOTS,
         "core/in_flight_stores.py",
-        "store.owner.engine, set(writers), store.owner.grant)",
+        "store.owner.engine, set(store.writers), store.owner.grant)",
         "store.owner.engine, set(), store.owner.grant)",
     ),
     Mutant(
