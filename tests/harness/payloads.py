@@ -8,7 +8,7 @@ import numpy as np
 
 from kvtier.client import Client, Group, Namespace, make_key
 
-__all__ = ["assert_serves", "filled", "is_payload", "key_of", "namespace_of", "payload"]
+__all__ = ["assert_serves", "correct_hits", "filled", "is_payload", "key_of", "namespace_of", "payload"]
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 POISON = 0xA5
@@ -41,12 +41,18 @@ def namespace_of(*part_bytes: int, model: str = "test", world_size: int = 1, ten
     return Namespace(model, "uint8", groups, "bytes", "test", world_size=world_size, tenant=tenant)
 
 
+def correct_hits(client: Client, keys: list[bytes], *, wait: float = 5.0) -> int:
+    """Loads these blocks, checks those that hit bit by bit, and returns how many hit."""
+    buffers = [filled(1, client.namespace.part_bytes_of(key))[0] for key in keys]
+    hits = client.load(keys, buffers, wait=wait)
+    wrong = [key.hex() for key, found in zip(keys[:hits], buffers, strict=False) if not is_payload(key, found)]
+    assert not wrong, f"wrong bytes for {wrong}"
+    return hits
+
+
 def assert_serves(client: Client, keys: list[bytes], *, wait: float = 5.0, step: int = 64) -> None:
     """Loads all of these blocks and checks them bit by bit."""
     for start in range(0, len(keys), step):
         batch = keys[start : start + step]
-        buffers = [filled(1, client.namespace.part_bytes_of(key))[0] for key in batch]
-        hits = client.load(batch, buffers, wait=wait)
-        wrong = [key.hex() for key, found in zip(batch[:hits], buffers, strict=False) if not is_payload(key, found)]
-        assert not wrong, f"wrong bytes for {wrong}"
+        hits = correct_hits(client, batch, wait=wait)
         assert hits == len(batch), f"{hits} of {len(batch)} blocks from {start} are there"
