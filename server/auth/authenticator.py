@@ -14,11 +14,11 @@ from ..refused import Refused
 from ..telemetry.downgrades import Downgrades, Report
 from ..telemetry.logs import get_logger
 from .audit_log import AuditLog
-from .certificates import pem_names
+from .certificate_names import pem_names
 from .credential_files import FileError, ReloadedFile
 from .rate_limits import RateLimiters
 from .roles import CALLER, OWNER, Identity, is_public, require_role
-from .tls import ServerContext, TlsError, server_credentials
+from .tls_files import ServerContext, TlsError, server_credentials
 from .tokens import TokenFile, read_token_file
 
 __all__ = ["AccessControl", "AccessError", "Authenticator", "peer_credentials"]

@@ -30,7 +30,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..config.toml import toml_text
-from .certificates import entry_name
+from .certificate_names import entry_name
 from .credential_files import FileError, read_toml
 from .roles import Identity, Role
 

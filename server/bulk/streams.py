@@ -29,8 +29,8 @@ from ...protos.error_reasons import STATUS_OF, status_of
 from ...protos.v1 import transfer_pb2
 from ...protos.wire import socket_frames as frames
 from ...protos.wire.part_sequence import FRAME_BYTES, PartSequence
-from ..auth.certificates import certificate_names
-from ..auth.tls import ServerContext
+from ..auth.certificate_names import certificate_names
+from ..auth.tls_files import ServerContext
 from ..config.schema import LimitConfig
 from ..process.child_main import connect
 from ..refused import Refused

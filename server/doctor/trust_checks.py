@@ -12,7 +12,7 @@ from ...protos.credentials import Credentials, CredentialsError
 from ...protos.endpoint import Endpoint
 from ..auth.credential_files import FileError
 from ..auth.file_checks import file_warnings, untrusted_files, untrusted_stores
-from ..auth.tls import TlsError, TlsFiles, last_expiry, read_files
+from ..auth.tls_files import TlsError, TlsFiles, last_expiry, read_files
 from ..auth.tokens import read_token_file
 from ..config.peers import PeersConfig
 from ..config.remote import key_files_of

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from ...client.errors import KVTierError, LeaseLost
 from ...tiers.base import BlockBytes, Entry, Medium, NamespaceId, OffloadPolicy, Outcome, SecondaryTier, Vote
-from ...tiers.core.shares import affordable
+from ...tiers.core.pin_budget import affordable
 from ...tiers.negotiation import RequestInfo
 from ...tiers.remote.limits import CircuitBreaker
 from ...tiers.types import tenant_of

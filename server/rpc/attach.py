@@ -38,7 +38,7 @@ from ...protos.wire.socket_frames import (
     unpack_hello,
 )
 from ..auth.authenticator import AccessControl
-from ..auth.certificates import certificate_names
+from ..auth.certificate_names import certificate_names
 from ..auth.roles import Identity
 from ..refused import Refused
 from ..telemetry.downgrades import Report

@@ -15,7 +15,7 @@ from ...protos.v1 import conversation_pb2, conversation_pb2_grpc
 from ...protos.wire.packed_keys import count_keys
 from ...tiers.base import NamespaceId
 from ...tiers.core.call_specs import LookupSpec
-from ...tiers.core.conversation_tasks import ActionCounts, BlockAction
+from ...tiers.core.conversation_actions import ActionCounts, BlockAction
 from ...tiers.core.conversations import Conversation, number_in
 from ...tiers.types import NAMESPACE_BYTES, NamespaceSpec
 from ..auth.roles import CALLER, Role

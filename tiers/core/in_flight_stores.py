@@ -12,8 +12,8 @@ from .block import Block
 from .byte_ranges import MAX_GAPS, ByteRanges
 from .call_specs import StoreSpec
 from .cpu_tier import CpuTier
+from .pin_budget import count_bytes
 from .requests import Request
-from .shares import count_bytes
 
 __all__ = ["STORE_SLICE", "InFlightStores", "Preparation", "Store"]
 

@@ -20,8 +20,8 @@ from .call_specs import LookupSpec
 from .commands import Waiter
 from .conversations import Conversation
 from .cpu_tier import CpuTier
+from .pin_budget import count_bytes
 from .prefetches import PrefetchProgress
-from .shares import count_bytes
 from .sliced_work import UnpinQueue
 
 if TYPE_CHECKING:

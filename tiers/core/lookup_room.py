@@ -14,10 +14,10 @@ from .block import Block
 from .cpu_tier import CpuTier
 from .leases import RunningLookup
 from .miss_explainer import LookupMatch
+from .pin_budget import PinBudget
 from .prefetches import PrefetchBudget
 from .room_queue import RoomQueue
 from .secondary import Presence, SecondaryTierState
-from .shares import PinBudget
 from .tier_jobs import TierJobs
 
 __all__ = ["LookupRoom"]

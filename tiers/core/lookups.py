@@ -21,10 +21,10 @@ from .leases import LOOKUP_SLICE, BlockLease, LeaseTable, LookupAnswer, RunningL
 from .lookup_room import LookupRoom
 from .miss_explainer import LookupMatch, MissExplainer
 from .operations import Operation
+from .pin_budget import PinBudget
 from .prefetches import PrefetchAnswer, PrefetchProgress
 from .room_queue import RoomQueue
 from .secondary import Presence
-from .shares import PinBudget
 from .sliced_work import UnpinQueue
 from .tier_jobs import TierJobs
 

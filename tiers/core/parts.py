@@ -16,7 +16,7 @@ from ..stats.snapshots import ManagerStats, NamespaceStats
 from ..types import EngineSession
 from .commands import Command
 from .completions import CompletionHandler, Durability
-from .conversation_tasks import ConversationTasks
+from .conversation_actions import ConversationTasks
 from .cpu_tier import CpuTier
 from .endings import Endings
 from .event_log import EventLog

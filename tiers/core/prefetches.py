@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..types import tenant_of
 from .block import Block
-from .shares import affordable
+from .pin_budget import affordable
 from .slot_allocator import SlotAllocator
 
 __all__ = ["PrefetchAnswer", "PrefetchBudget", "PrefetchProgress"]

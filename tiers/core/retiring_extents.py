@@ -16,7 +16,7 @@ from itertools import repeat
 
 from ..eviction.quotas import TenantShare
 from .block import Block
-from .shares import affordable
+from .pin_budget import affordable
 from .slot_allocator import Extent, SlotAllocator
 from .slot_reclaim import SlotReclaimer
 

@@ -16,8 +16,8 @@ from .conversations import ConversationTable
 from .cpu_tier import CpuTier
 from .in_flight_stores import STORE_SLICE, InFlightStores, Preparation, Store
 from .operations import Operation
+from .pin_budget import PinBudget
 from .requests import Request, RequestTable
-from .shares import PinBudget
 from .sliced_work import UnpinQueue
 from .tier_jobs import TierJobs
 

@@ -8,10 +8,10 @@ from simulation import EXTENT, ModelTier
 from tenants import PAGE, Rig, keys, spec, tenant
 
 from kvtier.tiers.base import RequestInfo
-from kvtier.tiers.core import conversation_tasks
+from kvtier.tiers.core import conversation_actions
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import ContinueWork
-from kvtier.tiers.core.conversation_tasks import ActionCounts, BlockAction, TierUse
+from kvtier.tiers.core.conversation_actions import ActionCounts, BlockAction, TierUse
 from kvtier.tiers.core.conversations import Conversation, ConversationTable
 from kvtier.tiers.core.operations import Operation
 from kvtier.tiers.errors import RetentionFull
@@ -177,7 +177,7 @@ def test_a_release_searches_no_conversations_of_another_tenant() -> None:
     for number in range(2):
         first, _ = store(rig, f"first {number}", range(64)), store(rig, f"second {number}", range(64))
         release = Steps(rig.core.act_on_conversations(BlockAction.RELEASE, [first]))
-        with mock.patch.object(conversation_tasks, "_SEARCHES", 64):
+        with mock.patch.object(conversation_actions, "_SEARCHES", 64):
             slices.append(sum(1 for _ in iter(release.step, False)))
         theirs = [begin(rig, f"{each}", owner="bob") for each in range(64)]
         work(rig, rig.core.act_on_conversations(BlockAction.RETAIN, theirs, 60))
@@ -351,7 +351,7 @@ def test_a_cancelled_pin_leaves_no_pinned_block(
     was_pinned: bool,  # noqa: FBT001
 ) -> None:
     """Blocks that were pinned before stay so. Later requests do not retain their blocks."""
-    monkeypatch.setattr(conversation_tasks, "SLICE", 4)
+    monkeypatch.setattr(conversation_actions, "SLICE", 4)
     rig = disk_rig()
     conversation = store(rig, "chat", range(12))
     if was_pinned:
@@ -366,7 +366,7 @@ def test_a_cancelled_pin_leaves_no_pinned_block(
 
 
 def test_a_cancelled_pin_of_keys_unpins_only_what_it_has_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation_tasks, "SLICE", 4)
+    monkeypatch.setattr(conversation_actions, "SLICE", 4)
     rig = disk_rig()
     conversation = store(rig, "chat", range(12))
     names, namespace = keys(range(12)), spec("alice").id
@@ -392,7 +392,7 @@ def cancel_pin(rig: Rig, conversation: Conversation) -> None:
 @pytest.mark.parametrize("seconds", [50, 70])
 def test_a_cancelled_pin_keeps_an_earlier_retention(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """It lasts 60 s, for the blocks and for those of later requests."""
-    monkeypatch.setattr(conversation_tasks, "SLICE", 4)
+    monkeypatch.setattr(conversation_actions, "SLICE", 4)
     rig = disk_rig()
     conversation = store(rig, "chat", range(12))
     work(rig, rig.core.act_on_conversations(BlockAction.RETAIN, [conversation], seconds=60))
@@ -407,7 +407,7 @@ def test_a_cancelled_pin_keeps_an_earlier_retention(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("action", [BlockAction.PIN, BlockAction.RETAIN])
 def test_an_action_after_a_cancelled_pin_applies(monkeypatch: pytest.MonkeyPatch, action: BlockAction) -> None:
     """It begins before the core has ended what the cancelled one retained."""
-    monkeypatch.setattr(conversation_tasks, "SLICE", 4)
+    monkeypatch.setattr(conversation_actions, "SLICE", 4)
     rig = disk_rig()
     conversation = store(rig, "chat", range(12))
     cancel_pin(rig, conversation)

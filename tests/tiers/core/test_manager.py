@@ -9,7 +9,7 @@ from hold_rig import P2D, HoldRig
 
 from kvtier.tiers.core.bulk_eviction import EvictionRequest
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
-from kvtier.tiers.core.conversation_tasks import BlockAction
+from kvtier.tiers.core.conversation_actions import BlockAction
 from kvtier.tiers.core.operations import Operation
 from kvtier.tiers.types import StoreAnswer
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from kvtier.tiers import errors
 from kvtier.tiers.core.block import Block
-from kvtier.tiers.core.conversation_tasks import BlockAction, ConversationTask
+from kvtier.tiers.core.conversation_actions import BlockAction, ConversationTask
 from kvtier.tiers.core.operations import Operation
 
 from . import inspect as inside

@@ -36,7 +36,7 @@ from .model import EXTENT, Name
 GRACE_SECONDS = 2.0
 """Time for pins in retiring extents, so short that runs have many."""
 
-SLICED = ("cpu_tier", "sliced_work", "bulk_eviction", "conversation_tasks", "retiring_extents")
+SLICED = ("cpu_tier", "sliced_work", "bulk_eviction", "conversation_actions", "retiring_extents")
 """Modules whose slices have three items."""
 
 CONVERSATION_LIMITS = {"KEYS": 24, "TENANT_KEYS": 40, "ALL_KEYS": 60, "TENANT_CONVERSATIONS": 3, "ALL_CONVERSATIONS": 6}

@@ -595,7 +595,7 @@ MUTANTS = (
     Mutant(
         "blocks of other conversations are deleted",
         Invariant.CONVERSATIONS,
-        "core/conversation_tasks.py",
+        "core/conversation_actions.py",
         "return conversation is not None and self.table.users(namespace, key) > (key in conversation.keys)",
         "return False",
     ),

@@ -21,7 +21,7 @@ from harness.polling import wait_until
 from kvtier.client import AsyncClient, Client, Credentials, InvalidRequest, NotConnected
 from kvtier.cuda.host.socket_io import TlsConnection
 from kvtier.protos.wire.socket_frames import CALLS_PROTOCOL, STREAMS_PROTOCOL
-from kvtier.server.auth.tls import server_credentials
+from kvtier.server.auth.tls_files import server_credentials
 from kvtier.server.auth.tokens import new_token
 
 

@@ -13,7 +13,7 @@ import pytest
 from cryptography import x509
 from harness.certificates import Authority
 
-from kvtier.server.auth.certificates import certificate_names, entry_name, pem_names
+from kvtier.server.auth.certificate_names import certificate_names, entry_name, pem_names
 from kvtier.server.auth.credential_files import FileError
 from kvtier.server.auth.tokens import read_token_file
 

@@ -1,4 +1,7 @@
-"""Shares of a budget that several tenants use, without a reservation for any of them."""
+"""Bound of the bytes that a tenant's leases, holds and stores pin; shares of a common budget.
+
+No tenant has a reservation in such a budget.
+"""
 
 from __future__ import annotations
 
