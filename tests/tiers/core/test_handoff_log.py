@@ -136,10 +136,12 @@ def test_a_claim_without_a_hold_has_a_reason() -> None:
     assert claimed(rig).outcomes() == ()
     abroad = rig.open("engine", OTHER)
     rig.publish(keys(0), session=abroad)
+    assert not rig.core.may_come((rig.session.namespace.id, "engine", "r")), "a claim would wait for its whole timeout"
     with pytest.raises(HoldNotFound):
         rig.claim()
     assert claimed(rig).claim == ClaimRecord("engine", "r", ClaimOutcome.OTHER_NAMESPACE)
     rig.core.release_hold((OTHER.id, "engine", "r"), 1.0)
+    assert rig.core.may_come((rig.session.namespace.id, "engine", "r"))
     with pytest.raises(HoldNotFound):
         rig.claim()
     assert claimed(rig).claim == ClaimRecord("engine", "r", ClaimOutcome.NOT_HELD)
