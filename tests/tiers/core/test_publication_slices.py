@@ -229,6 +229,18 @@ def test_an_abandoned_hold_counts_as_released() -> None:
     assert (stats.published, stats.open, stats.released) == (1, 0, 1)
 
 
+def test_an_abandoned_publication_leaves_a_later_hold_of_its_name() -> None:
+    """The engine publishes the request again while the first call prepares its hold."""
+    rig = new_rig()
+    first = begin(rig)
+    step(first, 5)
+    assert isinstance(rig.publish(NAMES), Hold)
+    first.operation.close()
+    assert rig.claim().statuses[:4] == HIT * 4
+    stats = rig.stats()
+    assert (stats.published, stats.open, stats.dropped, stats.released) == (2, 1, 1, 0)
+
+
 def test_a_publication_without_room_pins_few_blocks() -> None:
     """It is refused when the budget is full, and not only when all of its blocks are pinned."""
     rig = HoldRig(extents=2)
