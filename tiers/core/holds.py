@@ -169,13 +169,14 @@ class HoldTable:
     def wait_for(self, hold: Hold, items: range) -> None:
         """Registers the blocks of these items that are not ready.
 
-        Gives up a block that a stall removed from the index, unless a client is writing the block.
+        Gives up a block that a stall removed from the index, or any block if the hold is orphaned,
+        unless a client or a job is writing the block.
         """
         for item in items:
             block = hold.items[item]
             if block is None or block.ready:
                 continue
-            if block.invalidated and not block.pending:
+            if (block.invalidated or hold.orphaned) and not block.pending:
                 self.release_blocks(hold, [item])
             else:
                 hold.awaited += 1
@@ -226,7 +227,7 @@ class HoldTable:
         hold.orphaned = True
         for block in dict.fromkeys(hold.items) if hold.awaited else ():
             waiting = self._waiting.get(block) if block is not None else None
-            if block is None or waiting is None or block.pending:
+            if block is None or waiting is None or hold not in waiting or block.pending:
                 continue
             items = waiting.pop(hold)
             self.stop_awaiting(hold, len(items))

@@ -241,6 +241,23 @@ def test_an_abandoned_publication_leaves_a_later_hold_of_its_name() -> None:
     assert (stats.published, stats.open, stats.dropped, stats.released) == (2, 1, 1, 0)
 
 
+def test_the_engine_ends_while_its_second_hold_of_the_blocks_is_prepared() -> None:
+    """Both holds give up the blocks that nobody writes, also those that are prepared later."""
+    rig = new_rig()
+    first = rig.publish(NAMES, "first")
+    second = begin(rig)
+    step(second, 5)
+    hold = second.state.result
+    assert isinstance(first, Hold)
+    assert hold.unprepared
+    rig.core.close_session(rig.session.id)
+    rig.finish_jobs()
+    assert second.finish() is hold
+    for each in (first, hold):
+        assert [item for item, block in enumerate(each.items) if block is None] == [8, 9, 10, 11]
+        assert each.unsettled == 0
+
+
 def test_a_publication_without_room_pins_few_blocks() -> None:
     """It is refused when the budget is full, and not only when all of its blocks are pinned."""
     rig = HoldRig(extents=2)

@@ -166,12 +166,20 @@ class Completion(Call):
         record.blocks, record.slots = record.blocks[count:], record.slots[count:]
         if not record.blocks:
             ledger.written(record)
+        part = 1 << (self.session.rank or 0)
+        # A block that is evicted when its last pin ends, because its extent retires, was ready too.
+        ready = [
+            block
+            for number, block in zip(numbers, blocks, strict=True)
+            if number not in self.failed
+            and not block.namespace_index.invalidated
+            and block.written | part == (1 << len(block.slots)) - 1
+        ]
         more = self.next_step(self.world.now)
         self.world.must(Invariant.SLOTS, more == bool(record.blocks), "a completion of other blocks than were granted")
         self.world.settings_model.takers.add(tenant_of(record.client.session.namespace.id))
         if record.request is not None:
-            written = [block for number, block in zip(numbers, blocks, strict=True) if number not in self.failed]
-            self.world.is_due(record.request, [block.name for block in written if block.ready])
+            self.world.is_due(record.request, [block.name for block in ready])
         return more
 
     def _continue_without_store(self) -> bool:
