@@ -301,11 +301,11 @@ class World:
             yield
         self._event(self.environment.recover_all)
         yield
-        while self.work_left:
-            self._event(self.environment.next_slice)
-            yield
         left = MAX_WORK
-        while not self.work.done() or inside.is_gathering(self.core):
+        while self.work_left or not self.work.done() or inside.is_gathering(self.core):
+            while self.work_left:
+                self._event(self.environment.next_slice)
+                yield
             for action in (self.environment.run_work, self.environment.answer, self.environment.tick):
                 self._event(action)
                 yield
