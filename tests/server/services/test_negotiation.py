@@ -15,6 +15,7 @@ size = "64MiB"
 rules = [
   { policy = "request_level", why = "long prompts", min_prompt_tokens = 1000 },
   { policy = "request_level", why = "urgent", min_priority = 5, kv_transfer_params = { keep = "yes" } },
+  { policy = "request_level", why = "a customer's", tenant = "acme" },
 ]
 """
 
@@ -46,6 +47,16 @@ def test_the_answer_has_the_votes_of_the_rules(tmp_path: Path) -> None:
             ("archive", OffloadPolicy.BLOCK_LEVEL),
             ("lmdb", OffloadPolicy.REQUEST_LEVEL),
         ]
+
+
+def test_a_rule_for_a_tenant_applies_to_its_sessions(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, config=RULES).start() as server:
+        whys = {}
+        for tenant in ("", "acme", "other"):
+            with Client(server.endpoint, namespace=namespace_of(MIB, tenant=tenant)) as client:
+                client.wait_until_connected(60)
+                whys[tenant] = client.begin_request("short", prompt_tokens=10).votes[0].why
+    assert whys == {"": "the default", "acme": "a customer's", "other": "the default"}
 
 
 def test_finish_waits_until_a_request_is_settled(tmp_path: Path) -> None:

@@ -37,6 +37,15 @@ def test_a_prefix_needs_a_state_at_its_end(server: ServerProcess) -> None:
     assert page_of(theirs[1], 0) == page_of(ours[1], 6)
 
 
+def test_a_window_of_several_pages_needs_all_of_them(server: ServerProcess) -> None:
+    """The number of keys says how many pages before the end the pool needs."""
+    with attach(server.endpoint, kv_pool(seed=1), mamba_pool(seed=2)) as storage:
+        storage.batch_set_v1(KEYS, rows(*range(6)))
+        assert storage.batch_set_v2([state([KEYS[1], KEYS[3], KEYS[4]], 1, 3, 4)]) == {PoolName.MAMBA: [True] * 3}
+        found = storage.batch_exists_v2(KEYS, [state(["?", "?"])])
+        assert (found.kv_hit_pages, found.restorable_prefix_pages) == (5, [5])
+
+
 def test_a_pool_of_all_pages_shortens_the_prefix(server: ServerProcess) -> None:
     """A pool that must have each page has fewer than the KV: the prefix ends there."""
     with attach(server.endpoint, kv_pool(seed=1), kv_pool(seed=2)) as storage:
