@@ -99,7 +99,9 @@ def main() -> int:
             break
         if time.monotonic() - said > PROGRESS_SECONDS:
             said = time.monotonic()
-            print(f"{tally.seeds:,} of {len(seeds):,} seeds, {said - started:.0f} s", file=sys.stderr, flush=True)
+            failed = ", ".join(str(failure.seed) for failure in tally.failures) or "none"
+            text = f"{tally.seeds:,} of {len(seeds):,} seeds, {said - started:.0f} s, failed: {failed}"
+            print(text, file=sys.stderr, flush=True)
     _sum_up(tally, time.monotonic() - started)
     for failure in sorted(tally.failures, key=lambda failure: failure.seed):
         _explain(failure, options)
