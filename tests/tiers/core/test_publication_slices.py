@@ -242,7 +242,7 @@ def test_an_abandoned_publication_leaves_a_later_hold_of_its_name() -> None:
 
 
 def test_the_engine_ends_while_its_second_hold_of_the_blocks_is_prepared() -> None:
-    """Both holds give up the blocks that nobody writes, also those that are prepared later."""
+    """Both holds give up the blocks that no client writes, also those that are prepared later."""
     rig = new_rig()
     first = rig.publish(NAMES, "first")
     second = begin(rig)
