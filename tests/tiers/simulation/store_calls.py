@@ -166,7 +166,7 @@ class Completion(Call):
         record.blocks, record.slots = record.blocks[count:], record.slots[count:]
         if not record.blocks:
             ledger.written(record)
-        part = 1 << (self.session.rank or 0)
+        part = 1 << (record.client.session.rank or 0)
         # A block that is evicted when its last pin ends, because its extent retires, was ready too.
         ready = [
             block
