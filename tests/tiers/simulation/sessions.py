@@ -123,6 +123,7 @@ class Sessions(Actors):
         record = book.get(session.engine, request_id)
         ends = record is not None and record.session.ended and not record.finished
         known = self.world.core.finish_request(session, request_id)
+        book.finish_of_ended_sessions()
         if record is None or (ends and record.known is not known):  # the core has ended it first
             record = book.begin(session, request_id, known.negotiation)
         self.world.must(Invariant.FINISH, record.known in (None, known), f"{request_id!r}: not the one that was begun")
