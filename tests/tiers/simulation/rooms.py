@@ -44,8 +44,9 @@ def check_room(world: World) -> None:
         is_new = world.rooms.heads.get(share) is not head
         if not head.is_offered and (is_new or (unpinned and world.doing not in LOOKUPS)):
             raise Violation(Invariant.ROOM, "there may be room, and the next lookup was not told")
-        if is_new:
-            _count_turn(world, share, head, {tenant_of(waiter.namespace) for waiter in inside.queued(line)})
+        _count_turns(
+            world, share, head if is_new else None, {tenant_of(each.namespace) for each in inside.queued(line)}
+        )
     world.rooms.heads = {share: line.head for share, line in lines.items()}
 
 
@@ -53,10 +54,13 @@ def _is_before(calls: dict[Waiter | None, Lookup], one: Waiter, other: Waiter) -
     return calls[one].ticket < calls[other].ticket
 
 
-def _count_turn(world: World, share: object, head: Waiter, tenants: set[bytes]) -> None:
+def _count_turns(world: World, share: object, head: Waiter | None, tenants: set[bytes]) -> None:
+    """Counts, per tenant, the turns of others while it waits. `head`: the head of a new turn."""
     passed = world.rooms.passed.setdefault(share, Counter())
     for tenant in [each for each in passed if each not in tenants]:
         del passed[tenant]
+    if head is None:
+        return
     for tenant in tenants:
         passed[tenant] += 1
     passed[tenant_of(head.namespace)] = 0
