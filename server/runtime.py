@@ -69,6 +69,8 @@ _RETRY_SECONDS = 1.0
 _ACTIVE_SECONDS = 0.05
 """For so long after a client's call, the event loop keeps half of its time free of slices."""
 _BACKING_CHUNK_BYTES = 64 << 20
+_CLOSE_SECONDS = 5.0
+_CLOSE_POLL_SECONDS = 0.005
 _HUGE_PART = 0.9
 """Part of the region that should be on huge pages. The kernel often lacks some of them."""
 
@@ -284,9 +286,13 @@ class TierRuntime:
     async def close(self) -> None:
         """Ends the threads, then closes the tiers and the region. Must be the last call.
 
-        If a thread of a tier does not end, the region stays mapped, because the thread may still
-        access the region.
+        First waits for the core's incremental work, at most `_CLOSE_SECONDS`: tiers must see the
+        end of each request of the sessions that have just ended. If a thread of a tier does not
+        end, the region stays mapped, because the thread may still access the region.
         """
+        until = self.now() + _CLOSE_SECONDS
+        while self.core.has_work() and self.now() < until:  # noqa: ASYNC110 - once per life
+            await asyncio.sleep(_CLOSE_POLL_SECONDS)
         self._closing.set()
         if self._ticker is not None:
             self._ticker.cancel()

@@ -44,9 +44,13 @@ class GatedTier(SecondaryTier):
         self.gate = threading.Event()
         self.stored = 0
         self.ended = threading.Event()
+        self.finished: list[str] = []
 
     def on_new_request(self, request: RequestInfo) -> Vote:
         return vote(self.rules, request)
+
+    def on_request_finished(self, request_id: str) -> None:
+        self.finished.append(request_id)
 
     def entries(self) -> Iterator[Entry]:
         return iter(())
@@ -81,12 +85,29 @@ def stall_seconds() -> float:
 async def runtime(tier: GatedTier, stall_seconds: float, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TierRuntime]:
     """A runtime with short ticks, whose backed region holds 16 blocks."""
     monkeypatch.setattr("kvtier.server.runtime._TICK_SECONDS", 0.02)
+    monkeypatch.setattr("kvtier.server.runtime._CLOSE_SECONDS", 0.1)
     runtime = TierRuntime(HostRegion.create(REGION), [tier], stall_seconds=stall_seconds)
     await runtime.start()
     await async_wait_until(lambda: runtime.core.stats().tiers[0].available_bytes == REGION)
     yield runtime
     tier.gate.set()
     await runtime.close()
+
+
+async def test_tiers_see_the_end_of_each_request_of_a_server_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests of a session end in slices, and the runtime closes at once after the session."""
+    monkeypatch.setattr("kvtier.server.tier_host.guard.VOTE_SECONDS", 60.0)
+    tier = GatedTier()
+    runtime = TierRuntime(HostRegion.create(REGION), [tier], stall_seconds=60.0)
+    await runtime.start()
+    session = runtime.core.open_session(b"s", "e", None, SPEC)
+    names = [f"r{number}" for number in range(500)]
+    for name in names:
+        runtime.core.begin_request(session, RequestInfo(name, SPEC.id))
+    runtime.core.close_session(session.id)
+    runtime.run_commands()
+    await runtime.close()
+    assert sorted(tier.finished) == sorted(names)
 
 
 def keys(first: int, count: int) -> list[bytes]:
@@ -268,7 +289,7 @@ async def test_slices_use_at_most_half_of_a_busy_event_loop(
         nonlocal now, left
         now, left = now + slice_ms / 1000, left - 1
         runtime.called_at = now - idle_ms / 1000
-        runtime.core._sliced_work._continue_requested = False
+        runtime.core._sliced_work.is_requested = False
         runtime.core._sliced_work.continue_if(left > 0)
 
     def call_later(delay: float, callback: Any, *arguments: Any) -> Any:

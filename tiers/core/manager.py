@@ -213,6 +213,10 @@ class TierManager(CoreParts):
         self._cpu_tier.retiring.tick(now)
         self._retiring_pins.tick()
 
+    def has_work(self) -> bool:
+        """Whether the core waits for a call of `work`."""
+        return self._sliced_work.is_requested
+
     def work(self) -> None:
         """Runs the next slice of incremental work. Called once for each `ContinueWork` command."""
         self._sliced_work.work(self._now)

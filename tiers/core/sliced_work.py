@@ -122,11 +122,12 @@ class IncrementalWork:
         """Those of ended holds. A publication that lacks room waits only for these."""
         self._operations: list[Operation[Any]] = []
         self._commands = commands
-        self._continue_requested = False
+        self.is_requested = False
+        """Whether a `ContinueWork` command is outstanding."""
 
     def continue_if(self, more: bool) -> None:  # noqa: FBT001 - the return value of a slice
-        if more and not self._continue_requested:
-            self._continue_requested = True
+        if more and not self.is_requested:
+            self.is_requested = True
             self._commands.append(ContinueWork())
 
     def perform(self, operation: Operation[Any]) -> None:
@@ -152,7 +153,7 @@ class IncrementalWork:
         If one operation raises, the others still run, and the next slice is requested. Then the
         error is raised.
         """
-        self._continue_requested = False
+        self.is_requested = False
         slices: tuple[Callable[[], bool], ...] = (
             self._cpu_tier.make_spare_room,
             self._retire_extents,

@@ -72,6 +72,7 @@ QUESTIONS = [
     "count_conversations",
     "excluded",
     "explain",
+    "has_work",
     "holds",
     "is_quarantined",
     "is_settled",
