@@ -70,10 +70,8 @@ _ACTIVE_SECONDS = 0.05
 """For so long after a client's call, the event loop keeps half of its time free of slices."""
 _BACKING_CHUNK_BYTES = 64 << 20
 _CLOSE_SECONDS = 5.0
-_CLOSE_POLL_SECONDS = 0.005
 _HUGE_PART = 0.9
 """Part of the region that should be on huge pages. The kernel often lacks some of them."""
-
 _WOKEN = 16
 """Number of calls that wake at once: 0.1 ms each."""
 
@@ -286,17 +284,18 @@ class TierRuntime:
     async def close(self) -> None:
         """Ends the threads, then closes the tiers and the region. Must be the last call.
 
-        First waits for the core's incremental work, at most `_CLOSE_SECONDS`: tiers must see the
-        end of each request of the sessions that have just ended. If a thread of a tier does not
-        end, the region stays mapped, because the thread may still access the region.
+        First waits, at most `_CLOSE_SECONDS`, for the core's work: tiers must see the end of each
+        request. If a thread of a tier does not end, the region stays mapped, as it may be accessed.
         """
         until = self.now() + _CLOSE_SECONDS
         while self.core.has_work() and self.now() < until:  # noqa: ASYNC110 - once per life
-            await asyncio.sleep(_CLOSE_POLL_SECONDS)
+            await asyncio.sleep(0.005)
         self._closing.set()
         if self._ticker is not None:
             self._ticker.cancel()
-        await asyncio.to_thread(self._close_threads)
+        if self._backing is not None:
+            await asyncio.to_thread(self._backing.join)
+        await asyncio.to_thread(close_all, self._workers)
         if not self.left_behind:
             self.region.close()
 
@@ -304,11 +303,6 @@ class TierRuntime:
     def left_behind(self) -> list[str]:
         """Names of the tiers whose threads did not end during `close`."""
         return [worker.tier.name for worker in self._workers if worker.left_behind]
-
-    def _close_threads(self) -> None:
-        if self._backing is not None:
-            self._backing.join()
-        close_all(self._workers)
 
     def _execute(self, command: Command, woken: dict[asyncio.Future[None], None]) -> None:
         """Executes a command. Adds the calls that must wake to `woken`."""
