@@ -7,7 +7,7 @@ names a request, or a store, whose slice has not come ends it first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..types import EngineSession, StoreId
 from .commands import Command, LeaseSettled
@@ -24,8 +24,12 @@ SLICE = 128
 """Number of leases that a slice ends: about 1 ms."""
 _STORE_COST = 2
 """To end a store takes as long as this number of leases."""
+_PENDING_ITEMS = 16
+"""So many pending items take as long as a lease."""
 REQUEST_SLICE = 32
 """Number of requests that a slice ends: 1 to 2 ms."""
+_AWAITED_BLOCKS = 64
+"""So many awaited blocks take as long as a request."""
 
 
 class Endings:
@@ -102,10 +106,14 @@ class Endings:
         del self.sessions[session.id]
 
     def _end_requests(self, session: EngineSession) -> Operation[None]:
-        for number, request_id in enumerate(list(session.requests), start=1):
+        cost = 0.0
+        for request_id in list(session.requests):
+            awaited = self._requests.awaited_by(session.tenant)
             self._requests.get(session.engine, request_id)  # finishes it
-            if not number % REQUEST_SLICE:
+            cost += 1 + (awaited - self._requests.awaited_by(session.tenant)) / _AWAITED_BLOCKS
+            if cost >= REQUEST_SLICE:
                 yield None
+                cost = 0.0
 
     def _expire(self, leases: Sequence[BlockLease], stores: Sequence[Store]) -> Operation[None]:
         yield from self._end_leases(leases, settled=True)
@@ -113,10 +121,9 @@ class Endings:
 
     def _end_leases(self, leases: Sequence[BlockLease], *, settled: bool = False) -> Operation[None]:
         """Ends closed leases, unless another operation has ended them. `settled`: tells waiters."""
-        for start in range(0, len(leases), SLICE):
-            if start:
+        for number, part in enumerate(_slices(leases)):
+            if number:
                 yield None
-            part = leases[start : start + SLICE]
             self._lookups.end([lease for lease in part if self._lookups.leases.is_closed(lease)])
             if settled:
                 self._commands += (LeaseSettled(lease.id) for lease in part)
@@ -142,3 +149,17 @@ class Endings:
             self._stores.table.lift(store_id, writer)
             if not number % most:
                 yield None
+
+
+def _slices(leases: Sequence[BlockLease]) -> Iterator[list[BlockLease]]:
+    """Yields leases that one slice ends, by their cost at this time."""
+    part: list[BlockLease] = []
+    cost = 0.0
+    for lease in leases:
+        part.append(lease)
+        cost += 1 + lease.pending / _PENDING_ITEMS
+        if cost >= SLICE:
+            yield part
+            part, cost = [], 0.0
+    if part:
+        yield part

@@ -59,6 +59,7 @@ class BlockLease:
         cpu_tier: the CPU tier, which counts the loaded bytes.
         granted_at: time of the grant, in seconds of the core's clock.
         pending: number of items whose block is not ready.
+        awaited: these items, by block.
         hits: number of items that are not a miss.
         record: the lookup in the request log.
         counted: whether the hits and misses of its items are counted.
@@ -77,6 +78,7 @@ class BlockLease:
     cpu_tier: CpuTier
     granted_at: float = 0.0
     pending: int = 0
+    awaited: dict[Block, list[int]] = field(default_factory=dict)
     hits: int = 0
     record: LookupRecord | None = None
     counted: bool = True
@@ -239,8 +241,8 @@ class LeaseTable:
         self._cpu_tier, self._unpins = cpu_tier, unpins
         self._leases: dict[LeaseId, BlockLease] = {}
         self._closed: dict[BlockLease, None] = {}  # no call finds them; they have not ended
-        self._waiting: dict[Block, dict[BlockLease, list[int]]] = {}
-        """Per pending block the leases that contain it, with the item numbers of the block."""
+        self._waiting: dict[Block, dict[BlockLease, None]] = {}
+        """Per pending block the leases that contain it."""
         self._by_session: dict[bytes, dict[BlockLease, None]] = defaultdict(dict)
         self._by_request: dict[tuple[EngineKey, str], dict[BlockLease, None]] = defaultdict(dict)
         self.by_grant: dict[tuple[bytes, int], BlockLease] = {}
@@ -307,7 +309,8 @@ class LeaseTable:
         for item, block in enumerate(() if all_ready else items, start=len(lease.items)):
             if block is not None and not block.ready:
                 lease.pending += 1
-                self._waiting.setdefault(block, {}).setdefault(lease, []).append(item)
+                lease.awaited.setdefault(block, []).append(item)
+                self._waiting.setdefault(block, {})[lease] = None
         tenant = tenant_of(lease.owner.engine[0])
         self._count_blocks(items, tenant)
         lease.items += items
@@ -360,6 +363,9 @@ class LeaseTable:
     def is_closed(self, lease: BlockLease) -> bool:
         return lease in self._closed
 
+    def has_ended(self, lease: BlockLease) -> bool:
+        return not self.is_open(lease) and lease not in self._closed
+
     def end(self, lease: BlockLease) -> None:
         """Ends a lease. Its pins remain until it has no reader and the unpin queue removes them."""
         self._forget(lease)
@@ -369,7 +375,7 @@ class LeaseTable:
     def end_reader(self, lease: BlockLease) -> None:
         """Ends a reader. The unpin queue then removes the pins of an ended lease."""
         lease.readers -= 1
-        if not lease.readers and not self.is_open(lease) and not self.is_closed(lease):
+        if not lease.readers and self.has_ended(lease):
             self._unpins.add(self._unpin, lease.items)
 
     def _forget(self, lease: BlockLease) -> None:
@@ -383,15 +389,9 @@ class LeaseTable:
         _discard(self._by_request, (owner.engine, owner.request_id), lease)
         if _discard(self._by_session, owner.session_id, lease):
             del self._items[owner.session_id]
-        if lease.pending:
-            self._stop_waiting(lease)
-
-    def _stop_waiting(self, lease: BlockLease) -> None:
-        for block in lease.items:
-            waiting = self._waiting.get(block) if block is not None else None
-            if block is None or waiting is None:
-                continue
-            waiting.pop(lease, None)
+        for block in lease.awaited:
+            waiting = self._waiting[block]
+            del waiting[lease]
             if not waiting:
                 del self._waiting[block]
 
@@ -404,7 +404,7 @@ class LeaseTable:
         If the block is not ready, it becomes a miss in these leases.
         """
         waiting = self._waiting.pop(block, {})
-        waited = [(lease, item) for lease, items in waiting.items() for item in items]
+        waited = [(lease, item) for lease in waiting for item in lease.awaited.pop(block)]
         for lease, item in waited:
             lease.pending -= 1
             self._tenant_items[tenant_of(lease.owner.engine[0])] -= PENDING_COST

@@ -218,9 +218,9 @@ class LookupHandler:
 
     def take_back_hits(self, lease: BlockLease, reason: MissReason, lookup: RunningLookup | None = None) -> None:
         """Counts the hits of a lookup as misses, because it answers that no key is a hit."""
-        namespace, was_counted = lease.owner.engine[0], not self.leases.is_open(lease)
+        namespace, has_ended = lease.owner.engine[0], self.leases.has_ended(lease)
         found = [(block, tier) for block, tier in zip(lease.items, lease.sources, strict=True) if block is not None]
-        for source, keys in Counter(tier for block, tier in found if was_counted or block.ready).items():
+        for source, keys in Counter(tier for block, tier in found if has_ended or block.ready).items():
             self.counters.hit(namespace, source, -keys)
         self.counters.miss(namespace, reason, len(found))
         lease.counted = False
@@ -263,10 +263,8 @@ class LookupHandler:
         return True
 
     def close(self, leases: Iterable[BlockLease]) -> None:
-        """Hides leases from all calls. Pending blocks count as hits. `end` must follow, later."""
+        """Hides leases from all calls. `end` must follow, later."""
         for lease in leases:
-            self._count_pending(lease)
-            lease.counted = False
             self.leases.close(lease)
 
     def end(self, leases: Iterable[BlockLease]) -> None:
@@ -284,10 +282,9 @@ class LookupHandler:
         self._unpins.start()
 
     def _count_pending(self, lease: BlockLease) -> None:
-        if lease.pending and lease.counted:
-            for block, source in zip(lease.items, lease.sources, strict=False):
-                if block is not None and not block.ready:
-                    self.counters.hit(block.namespace, source)
+        for block, items in lease.awaited.items() if lease.counted else ():
+            for item in items:
+                self.counters.hit(block.namespace, lease.sources[item])
 
     def settle(self, block: Block) -> list[BlockLease]:
         """Called when a block is no longer pending; returns the leases without pending blocks."""
@@ -296,7 +293,7 @@ class LookupHandler:
             if not lease.counted:
                 continue
             source = lease.sources[item]
-            if block.ready:
+            if block.ready or self.leases.is_closed(lease):
                 self.counters.hit(block.namespace, source)
                 continue
             reason = self._history.reason_for(block.namespace, block.key) or MissReason.LOAD_FAILED

@@ -27,6 +27,9 @@ MAX_AWAITED = 1 << 20
 """Limit of the blocks that the requests of a tenant wait for, about 200 bytes each. A request does
 not get further blocks stored by `request_level_tiers`."""
 
+MAX_AWAITED_BY_REQUEST = 1 << 16
+"""The same limit for one request, which is abandoned in one step: 30 ms."""
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -124,12 +127,16 @@ class RequestTable:
         if block in request.waiting:
             return
         tenant = request.session.tenant
-        if self._awaited[tenant] >= MAX_AWAITED:
+        if self._awaited[tenant] >= MAX_AWAITED or len(request.waiting) >= MAX_AWAITED_BY_REQUEST:
             request.incomplete += 1
             return
         self._awaited[tenant] += 1
         request.waiting.add(block)
         self._waiting.setdefault(block, {})[request] = None
+
+    def awaited_by(self, tenant: str) -> int:
+        """Returns the number of blocks that the requests of a tenant wait for."""
+        return self._awaited[tenant]
 
     def awaited(self, blocks: Sequence[Block]) -> list[Block]:
         return [block for block in blocks if block in self._waiting] if self._waiting else []

@@ -1,5 +1,6 @@
 """Leases, stores and requests that end together: closed at once, and ended in slices."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ from simulation import ModelTier
 
 from kvtier.tiers.base import RequestInfo
 from kvtier.tiers.core import endings
+from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.errors import LeaseNotFound, StoreNotFound
@@ -39,6 +41,38 @@ def prepare(rig: Rig, number: int) -> StoreId:
 
 def begin(rig: Rig, session: EngineSession, request_id: str) -> None:
     rig.core.begin_request(session, RequestInfo(request_id, session.namespace.id))
+
+
+class CountedItems(list[Block | None]):
+    """Items of a lease that count how many of them were looked at."""
+
+    seen = 0
+
+    def __iter__(self) -> Iterator[Block | None]:
+        for item in super().__iter__():
+            self.seen += 1
+            yield item
+
+
+@pytest.mark.parametrize("end", ["session", "expiry", "request"])
+def test_the_end_of_a_lease_looks_at_its_pending_items_only(end: str) -> None:
+    """A lookup can name one block 65,536 times beside a pending one."""
+    rig = Rig()
+    rig.store(keys(0))
+    prepare(rig, 1)
+    names = [*keys(0) * 1000, *keys(1)]
+    found = run_to_end(rig.core.lookup(rig.session, names, LookupSpec(lease_seconds=60), now=0)).lease
+    assert found is not None
+    assert (found.pending, len(found.items)) == (1, 1001)
+    items = found.items = CountedItems(found.items)
+    if end == "session":
+        rig.core.close_session(rig.session.id)
+    elif end == "expiry":
+        rig.core.tick(60)
+    else:
+        rig.core.finish_request(rig.session, "")
+    assert items.seen < 10
+    assert rig.core.stats().tiers[0].hits == 1001, "pending blocks of an ended lease count as hits"
 
 
 @pytest.mark.parametrize("end", ["session", "expiry", "request"])
@@ -157,6 +191,32 @@ def test_requests_of_an_ended_session_end_in_slices() -> None:
         told.append(len(tier.finished))
     assert told == [4, 8, 10]
     assert not rig.core._requests._requests
+
+
+@pytest.mark.parametrize(
+    ("awaited", "ends"), [(0, [4, 8, 10]), (1, [2, 4, 6, 8, 10]), (6, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])]
+)
+def test_a_slice_of_requests_counts_the_blocks_that_they_wait_for(
+    monkeypatch: pytest.MonkeyPatch, awaited: int, ends: list[int]
+) -> None:
+    monkeypatch.setattr(endings, "_AWAITED_BLOCKS", 1)
+    tier = ModelTier("near", 1 << 20)
+    rig = Rig(tier)
+    writer = rig.open("writer")
+    run_to_end(rig.core.prepare_store(writer, keys(*range(6)), StoreSpec(lease_seconds=60), now=0))
+    blocks = list(rig.core._cpu_tier._index)
+    for number in range(10):
+        begin(rig, rig.session, f"r{number}")
+        request = rig.core._requests.get(rig.session.engine, f"r{number}")
+        assert request is not None
+        for block in blocks[:awaited]:
+            rig.core._requests.wait_for(request, block)
+    rig.core.close_session(rig.session.id)
+    told = [len(tier.finished)]
+    while told[-1] < 10:
+        rig.core.work()
+        told.append(len(tier.finished))
+    assert told == ends
 
 
 def test_a_request_of_an_ended_session_does_not_answer_for_a_new_session() -> None:

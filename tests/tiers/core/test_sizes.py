@@ -261,6 +261,12 @@ def test_blocks_that_requests_wait_for_have_a_limit(monkeypatch: pytest.MonkeyPa
     assert not table._open
 
 
+def test_blocks_that_one_request_waits_for_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.tiers.core.requests.MAX_AWAITED_BY_REQUEST", 1)
+    requests = waiting_requests(Rig(), keys(1, 2), 2)
+    assert [(len(request.waiting), request.incomplete) for request in requests] == [(1, 1), (1, 1)]
+
+
 def test_stores_of_a_tenant_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tick examines all stores; those in quarantine count too, until the client is gone."""
     monkeypatch.setattr("kvtier.tiers.core.in_flight_stores.MAX_STORES", 2)

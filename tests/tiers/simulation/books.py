@@ -30,13 +30,16 @@ def _leases(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
     items, tenant_items = Counter[bytes](), Counter[bytes]()
     by_session: dict[Any, set[Any]] = {}
     by_request: dict[Any, set[Any]] = {}
-    waiting: dict[Any, dict[Any, list[int]]] = {}
+    waiting: dict[Any, dict[Any, None]] = {}
     for lease in (*table, *table._closed):
         pending = [item for item, block in enumerate(lease.items) if block is not None and not block.ready]
         yield f"pending items of lease {lease.id}", lease.pending, len(pending)
         yield f"hits of lease {lease.id}", lease.hits, len(lease.items) - lease.items.count(None)
+        awaited: dict[Any, list[int]] = {}
         for item in pending:
-            waiting.setdefault(lease.items[item], {}).setdefault(lease, []).append(item)
+            awaited.setdefault(lease.items[item], []).append(item)
+            waiting.setdefault(lease.items[item], {})[lease] = None
+        yield f"awaited blocks of lease {lease.id}", lease.awaited, awaited
         owner = lease.owner
         items[owner.session_id] += LEASE_COST + len(lease.items)
         tenant_items[tenant_of(owner.engine[0])] += LEASE_COST + len(lease.items) + PENDING_COST * len(pending)

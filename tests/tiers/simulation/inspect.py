@@ -48,6 +48,8 @@ class CoreView:
 
     def __init__(self, core: TierManager) -> None:
         self.stats = core.stats()
+        self.pending_hits = pending_hits(core)
+        """Source of each pending item of closed leases. They count as hits when the lease ends."""
         self.blocks = blocks(core)
         self.ready = [block for block in self.blocks if block.ready and not block.invalidated]
         self.pinned = {block for block in self.blocks if block.pins}
@@ -90,6 +92,12 @@ def small_jobs(nbytes: int) -> Iterator[None]:
 def blocks(core: TierManager) -> list[Block]:
     """Returns every block of the CPU tier, also empty ones and those that a reset removed."""
     return [*core._cpu_tier._index, *invalidated(core)]
+
+
+def pending_hits(core: TierManager) -> Counter[int]:
+    """Returns how many pending items the closed leases have, by source."""
+    closed = [lease for lease in core._lookups.leases._closed if lease.counted]
+    return Counter(lease.sources[item] for lease in closed for item in chain.from_iterable(lease.awaited.values()))
 
 
 def leased_bytes(core: TierManager) -> Counter[bytes]:

@@ -204,6 +204,7 @@ def _counts(world: World) -> None:
     hits, misses = [tier.hits for tier in stats.tiers], stats.lookup_misses
     if sum(hits) + misses != stats.lookup_keys or sum(stats.misses_by_reason.values()) != misses:
         raise Violation(Invariant.COUNTS, f"{hits} hits and {misses} misses of {stats.lookup_keys}")
+    hits = [count + world.core_view.pending_hits[tier] for tier, count in enumerate(hits)]
     if hits != ledger.hits or misses != ledger.misses or min(tier.misses for tier in stats.tiers) < 0:
         raise Violation(Invariant.COUNTS, f"{hits} + {misses} are counted, {ledger.hits} + {ledger.misses} answered")
 
