@@ -686,6 +686,19 @@ def test_a_sparse_change_that_torch_does_not_count_can_be_declared(model: Any, c
     assert cache.last_hit.tokens == 0
 
 
+def test_a_declared_change_also_makes_earlier_states_unknown(model: Any, cache: KVTierCache) -> None:
+    """The declared change is in the weights of the earlier states too, for example below an adapter."""
+    _kept(cache)
+    scaling = model.model.layers[0].self_attn.scaling
+    model.model.layers[0].self_attn.scaling = scaling * 2
+    _kept(cache)
+    _weight(model).data[3, 3] += 1.0
+    cache.model_changed()
+    model.model.layers[0].self_attn.scaling = scaling
+    assert _same(_kept(cache), _plain(model))
+    assert cache.last_hit.tokens == 0
+
+
 def test_weights_that_change_during_a_generation_are_not_stored(model: Any, cache: KVTierCache) -> None:
     """Neither in the namespace of before the change nor in the next one."""
     other = PROMPT.flip(1)
