@@ -65,7 +65,7 @@ class ClaimHandler:
         most, expires_at = claim.slice_keys, now + claim.lease_seconds
         claim.session.check_wanted(claim.owner.grant_id)
         hold, start, leases = claim.hold, len(claim.statuses), self._lookups.leases
-        if hold.record.end is not None or (claim.lease is not None and not leases.is_open(claim.lease)):
+        if hold.is_over or hold.record.end is not None or (claim.lease is not None and not leases.is_open(claim.lease)):
             raise HoldNotFound("the hold, or the claim's lease, has ended during the claim")
         self._lookups.check_room(claim.session, len(hold.keys) - start)
         held, wanted = hold.items[start : start + most], _wanted(claim, start, start + most)

@@ -8,12 +8,12 @@ stores the blocks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from ..base import NamespaceId
 from ..errors import HoldExpired, HoldNotFound, InvalidItem
-from ..eviction.quotas import RetentionBudget, budgets_of
+from ..eviction.quotas import budgets_of
 from ..stats.request_log import ClaimOutcome
 from ..stats.snapshots import HandoffStats
 from ..stats.tenant_records import RecordsByTenant
@@ -32,6 +32,7 @@ from .claims import ClaimHandler
 from .commands import Command, HoldChanged
 from .cpu_tier import CpuTier
 from .handoff_log import HandoffLog
+from .hold_pins import HoldPins
 from .holds import Hold, HoldClaim, HoldTable, SlicedPublication
 from .in_flight_stores import STORE_SLICE
 from .lookups import LookupHandler
@@ -52,8 +53,10 @@ MAX_HELD_ITEMS = 4 << 20
 """Limit for the items of all holds of one tenant; a publication beyond it is refused. A shared
 block counts once per hold."""
 
-_UNPIN_COST = 8
-"""Cost of a pin of an ended hold: 0.5 µs, or 3 µs if its removal drops the block."""
+_SLICE = 128
+"""Number of expired holds, or of blocks of orphaned holds, that a slice ends: 1 to 3 ms."""
+_ITEMS = 1024
+"""Items of a hold that take as long as a hold."""
 
 _REMEMBERED = 4096
 """The core remembers this many ended and refused holds. A claim of one of them fails at once, and
@@ -73,18 +76,25 @@ class HandoffHandler:
         commands: list[Command],
         log: HandoffLog,
         unpins: UnpinQueue,
+        perform: Callable[[Operation[None]], None],
     ) -> None:
+        """`perform` performs an operation that no call waits for."""
         self._cpu_tier = cpu_tier
         self._lookups = lookups
         self._max_holds = settings.max_holds
         self._commands = commands
         self._log = log
         self._unpins = unpins
+        self._perform = perform
         self._publications: set[SlicedPublication] = set()
         """Publications that have not pinned all of their blocks."""
-        self._table = HoldTable(unpin=self._unpin_held)
-        self._pins: dict[Block, int] = {}
-        self._budgets = budgets_of(list(cpu_tier.queues.shares), region_bytes, settings.held_part)
+        self._pins = HoldPins(
+            cpu_tier=cpu_tier,
+            pin_budget=lookups.pin_budget,
+            unpins=unpins,
+            budgets=budgets_of(list(cpu_tier.queues.shares), region_bytes, settings.held_part),
+        )
+        self._table = HoldTable(unpin=self._pins.unpin_later)
         self._ended = RecordsByTenant[HoldName, HoldEnd | PublishStatus](_REMEMBERED)
         """Why holds have ended or were refused."""
         self._stats = {direction: HandoffStats() for direction in HandoffDirection}
@@ -94,11 +104,11 @@ class HandoffHandler:
         return len(self._table)
 
     def all(self) -> list[Hold]:
-        return list(self._table)
+        return [hold for hold in self._table if not hold.is_over]
 
     @property
     def held_bytes(self) -> int:
-        return sum(budget.used for budget in set(self._budgets.values()))
+        return self._pins.held_bytes
 
     def stats(self) -> dict[HandoffDirection, HandoffStats]:
         opened = Counter(hold.direction for hold in self._table)
@@ -149,7 +159,7 @@ class HandoffHandler:
             start, session = len(publication.blocks), publication.session
             blocks = self._pin(session, publication.keys[start : start + most])
             publication.blocks += blocks
-            publication.budgets.update(map(self._budget, blocks))
+            publication.budgets.update(map(self._pins.budget, blocks))
             self._publications.add(publication)
             # A publication without room stops early, so that it pins few empty blocks.
             has_room = not self._is_over(publication)
@@ -170,7 +180,8 @@ class HandoffHandler:
             if self._table.get(hold.name) is hold:
                 self.release(hold.name, now)
         elif hold is None and publication.blocks:
-            self._unpin_held(publication.blocks)
+            self._pins.unpin(publication.name[0], publication.blocks)
+            self._unpins.start()
         self._cpu_tier.finish(publication)
 
     def _open(self, publication: SlicedPublication, now: float) -> bool:
@@ -182,8 +193,8 @@ class HandoffHandler:
         name, direction, blocks = publication.name, publication.direction, publication.blocks
         known = self._table.get(name)
         if known is not None:  # the new hold's blocks are already pinned, so common blocks stay
-            self._stats[known.direction].dropped += 1
             self._end(known, HoldEnd.REPLACED, now)
+            self._unpins.start()
         tenant, tokens, count = publication.session.tenant, publication.num_tokens, len(publication.keys)
         if (refused := self._refusal(publication)) is PublishStatus.NO_ROOM and self._unpins.unpin_first(
             tenant_of(name[0])
@@ -197,7 +208,8 @@ class HandoffHandler:
             self._commands.append(HoldChanged(name))
             publication.result = refused
             self._stats[direction].declined += 1
-            self._unpin_held(blocks)
+            self._pins.unpin(name[0], blocks)
+            self._unpins.start()
             self._remember_end(name, refused)
             return True
         # Use the key objects of the blocks, so that memory has each key once.
@@ -224,7 +236,7 @@ class HandoffHandler:
     def _prepare_slice(self, publication: SlicedPublication, hold: Hold) -> bool:
         """Promotes, protects and records the use of the next blocks, unless the hold has ended."""
         start, end = publication.prepared, min(publication.prepared + publication.slice_keys, len(hold.items))
-        is_open = self._table.get(hold.name) is hold
+        is_open = self._table.get(hold.name) is hold and not hold.is_over
         if is_open:
             self._table.wait_for(hold, range(start, end))
             blocks = [block for block in hold.items[start:end] if block is not None and not block.invalidated]
@@ -234,7 +246,7 @@ class HandoffHandler:
             publication.prepared, hold.unprepared = end, len(hold.items) - end
             if hold.unprepared:
                 return True
-            hold.record.pending = hold.awaited
+            hold.record.pending = hold.pending
             self._commands.append(HoldChanged(hold.name))
         self._cpu_tier.finish(publication)
         return False
@@ -246,7 +258,7 @@ class HandoffHandler:
         """
         hold = self._table.get(name)
         if self._end_of(name) is HoldEnd.EXPIRED or (
-            hold is not None and hold.expires_at - EXPIRY_MARGIN_SECONDS <= now
+            hold is not None and (hold.is_over or hold.expires_at - EXPIRY_MARGIN_SECONDS <= now)
         ):
             raise HoldExpired(
                 f"the hold of request {name[2]!r} of engine {name[1]!r} has expired or is about to expire"
@@ -308,7 +320,7 @@ class HandoffHandler:
         `extension` is None for a heartbeat (`EXTENSION_PART`).
         """
         hold = self._table.get(name)
-        if hold is None or hold.expires_at <= now:
+        if hold is None or hold.is_over or hold.expires_at <= now:
             return False
         seconds = hold.duration * EXTENSION_PART if extension is None else extension
         hold.expires_at = max(hold.expires_at, now + seconds)
@@ -316,17 +328,31 @@ class HandoffHandler:
 
     def release(self, name: HoldName, now: float) -> bool:
         hold = self._table.get(name)
-        if hold is None:
+        if hold is None or hold.is_over:
             return False
-        self._stats[hold.direction].released += 1
         self._end(hold, HoldEnd.RELEASED, now)
+        self._unpins.start()
         return True
 
     def tick(self, now: float) -> None:
-        """Ends expired holds. Checks all holds, because they are not sorted by expiry (B2.19)."""
-        for hold in [hold for hold in self._table if hold.expires_at <= now]:
-            self._stats[hold.direction].expired += 1
-            self._end(hold, HoldEnd.EXPIRED, now)
+        """Ends expired holds, in slices. Checks all holds: they are not sorted by expiry (B2.19)."""
+        expired = [hold for hold in self._table if hold.expires_at <= now and not hold.is_over]
+        for hold in expired:
+            hold.is_over = True
+        if expired:
+            self._perform(self._expire(expired, now))
+
+    def _expire(self, holds: Sequence[Hold], now: float) -> Operation[None]:
+        room = _SLICE
+        for hold in holds:
+            if room <= 0:
+                self._unpins.start()
+                yield None
+                room = _SLICE
+            room -= 1 + len(hold.keys) // _ITEMS
+            if self._table.get(hold.name) is hold:
+                self._end(hold, HoldEnd.EXPIRED, now)
+        self._unpins.start()
 
     def release_blocks(self, hold: Hold, blocks: Collection[Block]) -> None:
         """Ends the pins of those of these blocks that are ready, if the hold is open."""
@@ -344,18 +370,33 @@ class HandoffHandler:
         for publication in self._publications:
             if publication.name[0] == namespace:
                 blocks, publication.blocks = publication.blocks, []
-                self._unpin_held(blocks)
+                self._pins.unpin(namespace, blocks)
         for hold in [hold for hold in self._table if hold.name[0] == namespace]:
-            self._stats[hold.direction].dropped += 1
             self._end(hold, HoldEnd.RESET, now)
+        self._unpins.start()
 
     def engine_gone(self, engine: EngineKey) -> None:
         """Called when an engine's last session has ended. Orphans its holds with pending blocks."""
-        for hold in self._table:
-            if hold.engine == engine and hold.unsettled:
-                self._table.orphan(hold)
+        orphaned = [hold for hold in self._table if hold.engine == engine and hold.unsettled]
+        for hold in orphaned:
+            hold.orphaned = True
+        if orphaned:
+            self._perform(self._give_up(orphaned))
+
+    def _give_up(self, holds: Sequence[Hold]) -> Operation[None]:
+        """Gives up blocks of orphaned holds (see `Hold.orphaned`)."""
+        room = _SLICE
+        for hold in holds:
+            blocks = list(hold.awaited)
+            while blocks and self._table.get(hold.name) is hold:
+                part, blocks = blocks[:room], blocks[room:]
+                self._table.give_up(hold, part)
                 if hold.take_notice():
                     self._commands.append(HoldChanged(hold.name))
+                room -= len(part)
+                if not room:
+                    yield None
+                    room = _SLICE
 
     def awaited(self, blocks: Sequence[Block]) -> list[Block]:
         return self._table.awaited(blocks)
@@ -367,9 +408,7 @@ class HandoffHandler:
 
     def _pin(self, session: EngineSession, keys: Sequence[bytes]) -> list[Block]:
         blocks = self._cpu_tier.find_or_add(session.namespace, keys)
-        for block in blocks:
-            block.pins += 1
-            self._charge(block)
+        self._pins.pin(blocks)
         return blocks
 
     def _is_over(self, publication: SlicedPublication) -> bool:
@@ -384,11 +423,16 @@ class HandoffHandler:
 
     def _end(self, hold: Hold, how: HoldEnd, now: float) -> None:
         self._table.remove(hold)
+        how = HoldEnd.EXPIRED if hold.is_over else how
         if how is not HoldEnd.REPLACED:
             self._remember_end(hold.name, how)
+        stats = self._stats[hold.direction]
+        stats.expired += how is HoldEnd.EXPIRED
+        stats.released += how is HoldEnd.RELEASED
+        stats.dropped += how in (HoldEnd.REPLACED, HoldEnd.RESET)
         hold.record.end, hold.record.ended_at = how, now
-        self._stats[hold.direction].held_seconds += max(0.0, now - hold.published_at)
-        self._unpin_held([block for block in hold.items if block is not None])
+        stats.held_seconds += max(0.0, now - hold.published_at)
+        self._pins.unpin(hold.name[0], hold.items)
         self._commands.append(HoldChanged(hold.name))
 
     def _remember_end(self, name: HoldName, why: HoldEnd | PublishStatus) -> None:
@@ -399,31 +443,3 @@ class HandoffHandler:
     def _end_of(self, name: HoldName) -> HoldEnd | PublishStatus | None:
         """Returns how a hold has ended, or why it was refused; None if the core does not know."""
         return self._ended.of(tenant_of(name[0])).get(name)
-
-    def _unpin_held(self, blocks: Sequence[Block]) -> None:
-        """Removes a hold's pins, in slices. A hold-only block is dropped with its last pin."""
-        self._unpins.add(self._unpin, blocks, _UNPIN_COST)
-        self._unpins.start()
-
-    def _unpin(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            self._pins[block] -= 1
-            if not self._pins[block]:
-                del self._pins[block]
-                self._budget(block).used -= block.allocated_bytes
-                self._lookups.pin_budget.end_hold(block)
-                block.evict_on_unpin = block.hold_only
-        if not self._pins:
-            self._pins = {}  # a dict keeps the memory of its largest size
-        self._cpu_tier.queues.unprotect(block for block in blocks if block not in self._pins)
-        self._cpu_tier.unpin(blocks)
-
-    def _charge(self, block: Block) -> None:
-        if block not in self._pins:
-            self._budget(block).used += block.allocated_bytes
-            self._lookups.pin_budget.begin_hold(block)
-            block.evict_on_unpin = False
-        self._pins[block] = self._pins.get(block, 0) + 1
-
-    def _budget(self, block: Block) -> RetentionBudget:
-        return self._budgets[block.queue.share]

@@ -7,9 +7,10 @@ even if the session that published the hold ends earlier.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ..base import NamespaceId
 from ..eviction.quotas import RetentionBudget
 from ..stats.request_log import HoldRecord, LookupRecord
 from ..types import EngineKey, EngineSession, HandoffDirection, HoldName, Owner, PublishStatus, tenant_of
@@ -30,11 +31,14 @@ class Hold:
         num_tokens: number of tokens that the blocks cover.
         duration: as published, in seconds.
         record: the publication in the request log.
-        awaited: number of prepared items whose block is not ready.
+        pending: number of prepared items whose block is not ready.
+        awaited: these items, by block.
         unprepared: number of items that the publication has not prepared yet.
         notify_at: claims are told of the hold as soon as `unsettled` is at most this number.
         orphaned: whether the engine has no session any more. Such a hold gives up each block that
             is not ready and that neither a client nor a job is writing. It keeps its ready blocks.
+        is_over: whether it has expired. It still has its pins and counts for limits, until a slice
+            ends it.
     """
 
     name: HoldName
@@ -48,11 +52,13 @@ class Hold:
     published_at: float
     expires_at: float
     record: HoldRecord
-    awaited: int = 0
+    pending: int = 0
+    awaited: dict[Block, list[int]] = field(default_factory=dict)
     unprepared: int = 0
     notify_at: int = 0
     claims: int = 0
     orphaned: bool = False
+    is_over: bool = False
 
     @property
     def engine(self) -> EngineKey:
@@ -61,7 +67,7 @@ class Hold:
     @property
     def unsettled(self) -> int:
         """Largest number of items whose block is neither ready nor given up."""
-        return self.awaited + self.unprepared
+        return self.pending + self.unprepared
 
     def take_notice(self) -> bool:
         """Returns whether to tell claims of the hold now. They then set `notify_at` again."""
@@ -128,12 +134,12 @@ class HoldClaim:
 class HoldTable:
     """The open holds by name, and the pending blocks that holds wait for."""
 
-    def __init__(self, unpin: Callable[[Sequence[Block]], None]) -> None:
+    def __init__(self, unpin: Callable[[NamespaceId, Sequence[Block]], None]) -> None:
         """`unpin` removes the pins of blocks that an open hold gives up."""
         self._unpin = unpin
         self._holds: dict[HoldName, Hold] = {}
-        self._waiting: dict[Block, dict[Hold, list[int]]] = {}
-        """Per pending block the holds that contain it, with the item numbers of the block."""
+        self._waiting: dict[Block, dict[Hold, None]] = {}
+        """Per pending block the holds that contain it."""
         self._per_name: dict[tuple[bytes, str, str], int] = defaultdict(int)
         """Number of holds per tenant, engine id and request id, over the tenant's namespaces."""
         self._per_tenant: dict[str, int] = defaultdict(int)
@@ -164,7 +170,7 @@ class HoldTable:
         self._holds[hold.name] = hold
         self._per_name[_in_tenant(hold.name)] += 1
         self._per_tenant[hold.tenant] += 1
-        self._items[hold.tenant] += len(hold.keys) + PENDING_COST * hold.awaited
+        self._items[hold.tenant] += len(hold.keys) + PENDING_COST * hold.pending
 
     def wait_for(self, hold: Hold, items: range) -> None:
         """Registers the blocks of these items that are not ready.
@@ -179,9 +185,10 @@ class HoldTable:
             if (block.invalidated or hold.orphaned) and not block.pending:
                 self.release_blocks(hold, [item])
             else:
-                hold.awaited += 1
+                hold.pending += 1
                 self._items[hold.tenant] += PENDING_COST
-                self._waiting.setdefault(block, {}).setdefault(hold, []).append(item)
+                hold.awaited.setdefault(block, []).append(item)
+                self._waiting.setdefault(block, {})[hold] = None
 
     def remove(self, hold: Hold) -> None:
         """Removes a hold; the caller must remove the pins of the hold."""
@@ -191,15 +198,11 @@ class HoldTable:
         if not self._per_name[name]:
             del self._per_name[name]
         self._per_tenant[hold.tenant] -= 1
-        self._items[hold.tenant] -= len(hold.keys) + PENDING_COST * hold.awaited
+        self._items[hold.tenant] -= len(hold.keys) + PENDING_COST * hold.pending
         if not self._per_tenant[hold.tenant]:
             del self._per_tenant[hold.tenant], self._items[hold.tenant]
-        for block in dict.fromkeys(hold.items) if hold.awaited else ():
-            waiting = self._waiting.get(block) if block is not None else None
-            if block is not None and waiting is not None:
-                waiting.pop(hold, None)
-                if not waiting:
-                    del self._waiting[block]
+        for block in hold.awaited:
+            self._forget(hold, block)
 
     def awaited(self, blocks: Sequence[Block]) -> list[Block]:
         return [block for block in blocks if block in self._waiting] if self._waiting else []
@@ -211,40 +214,39 @@ class HoldTable:
         later. But a hold gives up such a block if a reset or a stall removed the block from the
         index, or if the hold is orphaned.
         """
-        waiting = self._waiting.get(block, {})
-        hopeless = [hold for hold in waiting if block.ready or block.invalidated or hold.orphaned]
+        holds = self._waiting.get(block, {})
+        hopeless = [hold for hold in holds if block.ready or block.invalidated or hold.orphaned]
         for hold in hopeless:
-            items = waiting.pop(hold)
-            self.stop_awaiting(hold, len(items))
-            if not block.ready:
-                self.release_blocks(hold, items)
-        if not waiting:
-            self._waiting.pop(block, None)
+            self._stop_awaiting(hold, block)
         return [hold for hold in hopeless if hold.take_notice()]
 
-    def orphan(self, hold: Hold) -> None:
-        """Marks a hold as orphaned and gives up blocks (see `Hold.orphaned`)."""
-        hold.orphaned = True
-        for block in dict.fromkeys(hold.items) if hold.awaited else ():
-            waiting = self._waiting.get(block) if block is not None else None
-            if block is None or waiting is None or hold not in waiting or block.pending:
-                continue
-            items = waiting.pop(hold)
-            self.stop_awaiting(hold, len(items))
-            if not waiting:
-                del self._waiting[block]
+    def give_up(self, hold: Hold, blocks: Iterable[Block]) -> None:
+        """Gives up those of these blocks that an orphaned hold awaits, and that nobody writes."""
+        for block in blocks:
+            if block in hold.awaited and not block.pending:
+                self._stop_awaiting(hold, block)
+
+    def _stop_awaiting(self, hold: Hold, block: Block) -> None:
+        """Gives up the block unless it is ready."""
+        self._forget(hold, block)
+        items = hold.awaited.pop(block)
+        hold.pending -= len(items)
+        self._items[hold.tenant] -= PENDING_COST * len(items)
+        if not block.ready:
             self.release_blocks(hold, items)
 
-    def stop_awaiting(self, hold: Hold, items: int) -> None:
-        hold.awaited -= items
-        self._items[hold.tenant] -= PENDING_COST * items
+    def _forget(self, hold: Hold, block: Block) -> None:
+        waiting = self._waiting[block]
+        del waiting[hold]
+        if not waiting:
+            del self._waiting[block]
 
     def release_blocks(self, hold: Hold, items: Sequence[int]) -> None:
         """Ends the pins of these items, which the hold does not await."""
         lost = [block for item in items if (block := hold.items[item]) is not None]
         for item in items:
             hold.items[item] = None
-        self._unpin(lost)
+        self._unpin(hold.name[0], lost)
 
 
 def _in_tenant(name: HoldName) -> tuple[bytes, str, str]:

@@ -370,13 +370,13 @@ class LeaseTable:
         """Ends a lease. Its pins remain until it has no reader and the unpin queue removes them."""
         self._forget(lease)
         if not lease.readers:
-            self._unpins.add(self._unpin, lease.items)
+            self._unpins.add(lease.owner.engine[0], self._unpin, lease.items)
 
     def end_reader(self, lease: BlockLease) -> None:
         """Ends a reader. The unpin queue then removes the pins of an ended lease."""
         lease.readers -= 1
         if not lease.readers and self.has_ended(lease):
-            self._unpins.add(self._unpin, lease.items)
+            self._unpins.add(lease.owner.engine[0], self._unpin, lease.items)
 
     def _forget(self, lease: BlockLease) -> None:
         self.close(lease)

@@ -151,6 +151,7 @@ class CoreParts:
             commands=self._commands,
             log=HandoffLog(self._request_log, self._history),
             unpins=self._sliced_work.hold_unpins,
+            perform=self._sliced_work.perform,
         )
         self.publish, self.claim, self.not_claimed = handoffs.publish, handoffs.claim, handoffs.claims.not_claimed
         self.holds, self.find_hold, self.is_settled = handoffs.all, handoffs.find, handoffs.is_settled

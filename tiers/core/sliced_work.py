@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ..base import NamespaceId
 from ..types import tenant_of
 from .block import Block
 from .commands import Command, ContinueWork
@@ -44,7 +45,7 @@ class UnpinQueue:
 
     def __init__(self, continue_if: Callable[[bool], None]) -> None:
         """`continue_if`: if its argument is True, `unpin_slice` is called later."""
-        self._continue_if = continue_if
+        self.continue_if = continue_if
         self._entries: dict[bytes, list[_Entry]] = {}
         """Per tenant, the next one first."""
         self._latest: bytes | None = None
@@ -53,25 +54,30 @@ class UnpinQueue:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def add(self, remove: Callable[[list[Block]], object], blocks: Sequence[Block | None], cost: int = 1) -> None:
+    def add(
+        self,
+        namespace: NamespaceId,
+        remove: Callable[[list[Block]], object],
+        blocks: Sequence[Block | None],
+        cost: int = 1,
+    ) -> None:
         """Adds blocks. `remove` removes a pin of each block that it gets, and is called tail first.
 
         `cost`: of each block.
         """
-        first = next((block for block in blocks if block is not None), None)
-        self._latest = None if first is None else tenant_of(first.namespace)
+        self._latest = tenant_of(namespace) if blocks else None
         if self._latest is not None:
             self._entries.setdefault(self._latest, []).append(_Entry(remove, blocks, len(blocks), cost))
 
     def start(self) -> None:
         """Removes a slice of the pins of the latest blocks' tenant now, and the others later."""
-        self._continue_if(self._unpin(self._latest))
+        self.continue_if(self._unpin(self._latest))
 
     def unpin_first(self, tenant: bytes) -> bool:
         """Removes a slice of the pins of a tenant; returns False if the tenant has none here."""
         if tenant not in self._entries:
             return False
-        self._continue_if(self._unpin(tenant))
+        self.continue_if(self._unpin(tenant))
         return True
 
     def unpin_slice(self) -> bool:

@@ -199,7 +199,7 @@ class StoreHandler:
     def _unpin(self, blocks: Sequence[Block]) -> None:
         """Removes pins, in slices."""
         if blocks:
-            self._unpins.add(self._unpin_tail_first, blocks, _UNPIN_COST)
+            self._unpins.add(blocks[0].namespace, self._unpin_tail_first, blocks, _UNPIN_COST)
             self._unpins.start()
 
     def _unpin_tail_first(self, blocks: Sequence[Block]) -> None:
@@ -277,7 +277,8 @@ class StoreHandler:
             self.table.end(store)
             self.table.quarantine(store)
             if store.blocks:
-                self._unpins.add(partial(self._abandon_blocks, store), list(store.blocks), _UNPIN_COST)
+                remove = partial(self._abandon_blocks, store)
+                self._unpins.add(store.owner.engine[0], remove, list(store.blocks), _UNPIN_COST)
             else:
                 self._end_abandoned(store)
         if is_first:
@@ -300,7 +301,7 @@ class StoreHandler:
             self._end_abandoned(store)
 
     def _end_abandoned(self, store: Store) -> None:
-        self._unpins.add(self._unpin_tail_first, self._take_others(store), _UNPIN_COST)
+        self._unpins.add(store.owner.engine[0], self._unpin_tail_first, self._take_others(store), _UNPIN_COST)
         self._ended(store)
 
     def _declined(self, found: Sequence[Block], wanted: Iterable[Block], owner: Owner) -> set[Block] | None:

@@ -75,6 +75,18 @@ def test_the_end_of_a_lease_looks_at_its_pending_items_only(end: str) -> None:
     assert rig.core.stats().tiers[0].hits == 1001, "pending blocks of an ended lease count as hits"
 
 
+def test_the_end_of_a_lease_does_not_look_at_its_misses() -> None:
+    """A lookup can have a single hit behind 65,535 misses."""
+    rig = Rig()
+    rig.store(keys(0))
+    names = keys(*range(1, 1000), 0)
+    found = run_to_end(rig.core.lookup(rig.session, names, LookupSpec(prefix=False, lease_seconds=60), now=0)).lease
+    assert found is not None
+    items = found.items = CountedItems(found.items)
+    rig.core.close_session(rig.session.id)
+    assert items.seen == 0
+
+
 @pytest.mark.parametrize("end", ["session", "expiry", "request"])
 def test_leases_that_end_together_end_in_slices(end: str) -> None:
     """No call finds them, and their pins leave with the slices."""

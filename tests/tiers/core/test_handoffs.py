@@ -119,13 +119,13 @@ def test_a_hold_may_be_published_before_its_blocks_are_stored() -> None:
     rig.store(keys(0))
     store = run_to_end(rig.core.prepare_store(rig.session, keys(1), StoreSpec(lease_seconds=60), now=0))
     hold = rig.publish(keys(0, 1, 2))
-    assert (hold.awaited, rig.claim().statuses) == (2, HIT + PENDING * 2)
+    assert (hold.pending, rig.claim().statuses) == (2, HIT + PENDING * 2)
     rig.core.take_commands()
     run_to_end(rig.core.complete_store(rig.session, store.store_id))
     assert HoldChanged(rig.name()) not in rig.core.take_commands(), "not all of it"
     assert rig.store(keys(2)) == GRANTED
     assert HoldChanged(rig.name()) in rig.core.take_commands()
-    assert (hold.awaited, rig.claim().statuses) == (0, HIT * 3)
+    assert (hold.pending, rig.claim().statuses) == (0, HIT * 3)
 
 
 def test_claims_are_told_of_the_first_blocks() -> None:
@@ -154,7 +154,7 @@ def test_the_end_of_the_publisher_settles_blocks() -> None:
     assert not rig.core.is_settled(hold, 2)
     rig.core.take_commands()
     rig.core.close_session(rig.session.id)
-    assert hold.awaited == 1, "another engine still stores one of them"
+    assert hold.pending == 1, "another engine still stores one of them"
     assert HoldChanged(rig.name()) in rig.core.take_commands()
     assert (rig.claim().statuses, rig.claim().settled) == (PENDING + MISS * 2, 2)
 
@@ -167,11 +167,11 @@ def test_missing_blocks_of_an_ended_publisher_are_misses() -> None:
     run_to_end(rig.core.prepare_store(worker, keys(1), StoreSpec(lease_seconds=60), now=0))
     hold = rig.publish(keys(0, 1, 2))
     rig.core.close_session(rig.session.id)
-    assert hold.awaited == 2, "one worker is still connected"
+    assert hold.pending == 2, "one worker is still connected"
     rig.core.take_commands()
     rig.core.close_session(worker.id)
     assert HoldChanged(rig.name()) in rig.core.take_commands()
-    assert (hold.awaited, rig.claim().statuses) == (0, HIT + MISS * 2)
+    assert (hold.pending, rig.claim().statuses) == (0, HIT + MISS * 2)
 
 
 def test_stores_of_other_engines_may_complete_a_hold() -> None:

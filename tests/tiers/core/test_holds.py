@@ -7,6 +7,7 @@ from hold_rig import D2P, P2D, PRIVATE, HoldRig
 from simulation import ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome
+from kvtier.tiers.core import handoffs
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import HoldChanged, LoadFromTier, LookupInTier
 from kvtier.tiers.core.holds import Hold
@@ -189,13 +190,76 @@ def test_a_repeated_block_is_held_once() -> None:
     """Its store, loss and release count for both positions."""
     rig = HoldRig(ModelTier("near", 1 << 20))
     hold = rig.publish(keys(0, 0, 1, 1))
-    assert (hold.awaited, rig.core.stats().held_bytes) == (4, 2 * 4096)
+    assert (hold.pending, rig.core.stats().held_bytes) == (4, 2 * 4096)
     rig.store(keys(0))
-    assert (hold.awaited, rig.claim().statuses) == (2, HIT * 2 + PENDING * 2)
+    assert (hold.pending, rig.claim().statuses) == (2, HIT * 2 + PENDING * 2)
     rig.core.close_session(rig.session.id)
-    assert (hold.awaited, rig.claim().statuses) == (0, HIT * 2 + MISS * 2)
+    assert (hold.pending, rig.claim().statuses) == (0, HIT * 2 + MISS * 2)
     assert rig.core.release_hold(rig.name(), 1.0)
     assert (rig.core.stats().held_bytes, rig.core.stats().tiers[0].blocks) == (0, 1)
+
+
+def test_expired_holds_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call finds them. Until their slice they keep their pins."""
+    monkeypatch.setattr(handoffs, "_SLICE", 2)
+    rig = HoldRig()
+    rig.store(keys(0))
+    for number in range(5):
+        rig.publish(keys(0), f"r{number}", duration=30)
+    rig.core.take_commands()
+    rig.core.tick(30)
+    assert rig.core.holds() == []
+    with pytest.raises(HoldExpired):
+        rig.claim("r4", now=10)
+    assert not rig.core.renew_hold(rig.name("r4"), now=10)
+    assert not rig.core.release_hold(rig.name("r4"), 10)
+    left, told = [len(rig.core._handoffs)], []
+    while left[-1]:
+        told += [command.name for command in rig.core.take_commands() if isinstance(command, HoldChanged)]
+        rig.core.work()
+        left.append(len(rig.core._handoffs))
+    assert left == [3, 1, 0]
+    told += [command.name for command in rig.core.take_commands() if isinstance(command, HoldChanged)]
+    assert told[-1] == rig.name("r4")
+    assert (rig.stats().expired, rig.core.stats().held_bytes) == (5, 0)
+    with pytest.raises(HoldExpired):
+        rig.claim("r4", now=31)
+
+
+@pytest.mark.parametrize("end", ["released", "replaced", "reset"])
+def test_an_expired_hold_stays_expired_before_its_slice(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setattr(handoffs, "_SLICE", 1)
+    rig = HoldRig()
+    rig.publish(keys(0), "first")
+    rig.publish(keys(1), "second")
+    rig.core.tick(30)
+    if end == "released":
+        rig.core.release_hold(rig.name("second"), 30)
+    elif end == "replaced":
+        assert isinstance(rig.publish(keys(1), "second", now=30), Hold)
+    else:
+        rig.core.reset(rig.session)
+    rig.core.work()
+    assert (rig.stats().expired, rig.stats().released, rig.stats().dropped) == (2, 0, 0)
+    assert [hold.name[2] for hold in rig.core.holds()] == ["second"] * (end == "replaced")
+
+
+def test_blocks_of_orphaned_holds_are_given_up_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a hold ends between two slices."""
+    monkeypatch.setattr(handoffs, "_SLICE", 2)
+    rig = HoldRig()
+    holds = [rig.publish(keys(*range(3)), name) for name in "abc"]
+    rig.core.close_session(rig.session.id)
+    pending = [[hold.pending for hold in holds]]
+    rig.core.release_hold(rig.name("b"), 1.0)
+    for _ in range(2):
+        rig.core.work()
+        pending.append([hold.pending for hold in holds])
+    assert pending == [[1, 3, 3], [0, 3, 2], [0, 3, 0]]
+    assert not rig.core._handoffs._table._waiting
+    while rig.core.has_work():
+        rig.core.work()
+    assert rig.core.stats().tiers[0].blocks == 0
 
 
 def test_the_end_of_an_engine_does_not_affect_other_holds() -> None:
@@ -205,7 +269,7 @@ def test_the_end_of_an_engine_does_not_affect_other_holds() -> None:
     rig.core.close_session(rig.reader.id)
     namesake = rig.core.open_session(b"namesake", "engine", None, OTHER)
     rig.core.close_session(namesake.id)
-    assert (mine.awaited, theirs.awaited) == (1, 0)
+    assert (mine.pending, theirs.pending) == (1, 0)
     assert not mine.orphaned
 
 

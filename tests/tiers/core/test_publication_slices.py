@@ -8,7 +8,7 @@ from simulation import ModelTier
 
 from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import HoldChanged
-from kvtier.tiers.core.handoffs import _UNPIN_COST
+from kvtier.tiers.core.hold_pins import _UNPIN_COST
 from kvtier.tiers.core.holds import Hold
 from kvtier.tiers.types import PublishStatus
 
@@ -48,7 +48,7 @@ def step(publication: Steps[Hold | PublishStatus], times: int) -> bool:
 def nothing_is_held(rig: HoldRig) -> bool:
     handoffs = rig.core._handoffs
     pinned = [block for block in rig.core._cpu_tier._index if block.pins and not block.pending]
-    return not (len(handoffs) or handoffs.held_bytes or handoffs._pins or pinned)
+    return not (len(handoffs) or handoffs.held_bytes or handoffs._pins._counts or pinned)
 
 
 def test_slices_publish_the_same_hold() -> None:
@@ -62,8 +62,8 @@ def test_slices_publish_the_same_hold() -> None:
     hold = publication.answer
     assert isinstance(hold, Hold)
     assert isinstance(expected, Hold)
-    assert (hold.awaited, hold.record) == (8, hold.record)
-    assert (hold.awaited, hold.keys, hold.expires_at) == (expected.awaited, expected.keys, expected.expires_at)
+    assert (hold.pending, hold.record) == (8, hold.record)
+    assert (hold.pending, hold.keys, hold.expires_at) == (expected.pending, expected.keys, expected.expires_at)
     assert [block and block.key for block in hold.items] == [block and block.key for block in expected.items]
     assert sliced.core._handoffs.held_bytes == whole.core._handoffs.held_bytes
     assert sliced.core.take_commands()[-1] == HoldChanged(sliced.name())
@@ -121,7 +121,7 @@ def test_the_pins_of_a_long_hold_end_in_slices(monkeypatch: pytest.MonkeyPatch) 
     rig.publish(NAMES)
     rig.finish_jobs()
     assert rig.core.release_hold(rig.name(), 1.0)
-    assert len(rig.core._handoffs._pins) == 7
+    assert len(rig.core._handoffs._pins._counts) == 7
     rig.core.work()
     rig.core.work()
     assert nothing_is_held(rig)
@@ -132,7 +132,7 @@ def test_pins_of_ended_holds_refuse_no_publication(monkeypatch: pytest.MonkeyPat
     """The publication waits until the pins of the ended hold are removed."""
     monkeypatch.setattr("kvtier.tiers.core.sliced_work.SLICE", 2 * _UNPIN_COST)
     rig = HoldRig(part=0.8)
-    [budget] = set(rig.core._handoffs._budgets.values())
+    [budget] = set(rig.core._handoffs._pins._budgets.values())
     count = budget.bound // 4096 * 2 // 3
     rig.publish(keys(*range(count)))
     if ended == "released":
@@ -154,7 +154,7 @@ def test_a_publication_waits_only_for_the_pins_of_holds(monkeypatch: pytest.Monk
     asked = rig.core.lookup(rig.reader, keys(200) * 2000, LookupSpec(lease_seconds=60), now=0)
     lease = run_to_end(asked).lease
     assert lease is not None
-    [budget] = set(rig.core._handoffs._budgets.values())
+    [budget] = set(rig.core._handoffs._pins._budgets.values())
     count = budget.bound // 4096 * 2 // 3
     rig.publish(keys(*range(count)))
     monkeypatch.setattr("kvtier.tiers.core.sliced_work.SLICE", 2 * _UNPIN_COST)
@@ -170,7 +170,7 @@ def test_a_publication_waits_only_for_the_pins_of_holds(monkeypatch: pytest.Monk
 def test_a_reset_restarts_a_publication_that_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.tiers.core.sliced_work.SLICE", 1 * _UNPIN_COST)
     rig = HoldRig(part=0.8)
-    [budget] = set(rig.core._handoffs._budgets.values())
+    [budget] = set(rig.core._handoffs._pins._budgets.values())
     count = budget.bound // 4096 - 6
     rig.publish(keys(*range(100, 100 + count)), "earlier")
     assert rig.core.release_hold(rig.name("earlier"), 1.0)
@@ -194,7 +194,7 @@ def test_a_stall_between_two_slices_ends_the_wait_for_its_blocks() -> None:
     hold = publication.finish()
     assert isinstance(hold, Hold)
     assert hold.items[4:6] == [None, None]
-    assert hold.awaited == 6
+    assert hold.pending == 6
     tier = rig.core._cpu_tier
     assert all(tier.contains(block) for block in tier.queues._protected)
     assert rig.core.release_hold(rig.name(), 1.0)

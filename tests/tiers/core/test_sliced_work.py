@@ -209,7 +209,7 @@ def test_tenants_take_turns_in_the_unpin_queue() -> None:
         def remove(blocks: list[Block]) -> None:
             done[tenant] += len(blocks)
 
-        queue.add(remove, tier.find_or_add(tenants[tenant], names(0, count)))
+        queue.add(tenants[tenant].id, remove, tier.find_or_add(tenants[tenant], names(0, count)))
         queue.start()
 
     end(0, 3 * sliced_work.SLICE)

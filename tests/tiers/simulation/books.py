@@ -91,12 +91,19 @@ def _requests(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
 def _holds(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
     table = core._handoffs._table
     tenants, items, names = Counter[str](), Counter[str](), Counter[Any]()
+    waiting: dict[Any, dict[Any, None]] = {}
     for hold in table:
-        waited = [numbers[hold] for numbers in table._waiting.values() if hold in numbers]
-        yield f"awaited items of {hold.name}", hold.awaited, sum(map(len, waited))
+        awaited: dict[Any, list[int]] = {}
+        for item, block in enumerate(hold.items[: len(hold.items) - hold.unprepared]):
+            if block is not None and not block.ready:
+                awaited.setdefault(block, []).append(item)
+                waiting.setdefault(block, {})[hold] = None
+        yield f"awaited items of {hold.name}", hold.awaited, awaited
+        yield f"pending items of {hold.name}", hold.pending, sum(map(len, awaited.values()))
         tenants[hold.tenant] += 1
-        items[hold.tenant] += len(hold.keys) + PENDING_COST * hold.awaited
+        items[hold.tenant] += len(hold.keys) + PENDING_COST * hold.pending
         names[tenant_of(hold.name[0]), *hold.name[1:]] += 1
+    yield "holds that wait for blocks", table._waiting, waiting
     yield "holds of tenants", table._per_tenant, tenants
     yield "items of holds", table._items, items
     yield "holds by name", table._per_name, names

@@ -98,7 +98,7 @@ class Publication(Call):
             loading = any(block.promoting for block in blocks)
             self.world.must(Invariant.RESET, not loading, "a publication is promoted during a reset")
         self.actors.used(self.session, [block for block in blocks if not block.invalidated], 0.0, 0)
-        self.world.saw("holds published before their blocks", bool(hold.awaited) and not more)
+        self.world.saw("holds published before their blocks", bool(hold.pending) and not more)
         return more
 
     def abandon(self) -> None:

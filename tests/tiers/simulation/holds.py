@@ -47,6 +47,8 @@ class HoldBook:
         """Expired holds."""
         self.ended: list[HoldRecord] = []
         """Holds that ended in this event."""
+        self.late: list[HoldRecord] = []
+        """Expired holds that slices have not ended yet."""
 
     def end(self, name: HoldName) -> None:
         self.ended.append(self.open.pop(name))

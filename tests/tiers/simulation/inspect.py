@@ -80,7 +80,7 @@ def small_jobs(nbytes: int) -> Iterator[None]:
     """Limits jobs to `nbytes`, slices to three items and event logs to 16, to split all work."""
     limits = {"tier_jobs.JOB_BYTES": nbytes, "event_log.RUN_KEYS": 3, "event_log.MAX_KEYS": 16}
     limits |= {f"{module}.SLICE": 3 for module in SLICED}
-    limits |= {"endings.SLICE": 1, "endings.REQUEST_SLICE": 1, "room_queue.MAX_WAITERS": 3}
+    limits |= {"endings.SLICE": 1, "endings.REQUEST_SLICE": 1, "handoffs._SLICE": 1, "room_queue.MAX_WAITERS": 3}
     limits |= {"retiring_extents.GRACE_SECONDS": GRACE_SECONDS, "retiring_pins.SLICE": 80}
     limits |= {f"conversations.MAX_{name}": limit for name, limit in CONVERSATION_LIMITS.items()}
     with contextlib.ExitStack() as patches:
@@ -113,7 +113,7 @@ def only_held_bytes(core: TierManager) -> Counter[bytes]:
 def kept(core: TierManager) -> Counter[Block]:
     """Returns per block how many stores keep it between slices, and 1 more if holds pin it."""
     open_stores = [*stores(core).values(), *abandoned(core)]
-    return Counter(chain(core._handoffs._pins, chain.from_iterable(store.others for store in open_stores)))
+    return Counter(chain(core._handoffs._pins._counts, chain.from_iterable(store.others for store in open_stores)))
 
 
 def unpins(core: TierManager) -> list[_Entry]:
@@ -122,9 +122,12 @@ def unpins(core: TierManager) -> list[_Entry]:
 
 
 def ended_hold_pins(core: TierManager) -> list[Block]:
-    """Returns the blocks that ended holds still pin, once per pin."""
+    """Returns the blocks that ended and expired holds still pin, once per pin."""
     ended = core._sliced_work.hold_unpins.entries()
-    return [block for entry in ended for block in entry.blocks[: entry.left] if block is not None]
+    expired = chain.from_iterable(hold.items for hold in core._handoffs._table if hold.is_over)
+    return [block for block in expired if block is not None] + [
+        block for entry in ended for block in entry.blocks[: entry.left] if block is not None
+    ]
 
 
 def abandoned(core: TierManager) -> list[Store]:
@@ -419,7 +422,7 @@ def pins(core: TierManager, publishing: Iterable[Block]) -> Counter[Block]:
 
 def hold_pins(core: TierManager, publishing: Iterable[Block]) -> Counter[Block]:
     """Returns the pins of holds and publications per block."""
-    held = Counter(block for hold in core.holds() for block in hold.items if block is not None)
+    held = Counter(block for hold in core._handoffs._table for block in hold.items if block is not None)
     held.update(publishing)
     return held
 
@@ -464,6 +467,8 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "lookups that wait for room": core._lookups.room._lines,
         "number of lookups that wait for room": core._lookups.room._per_tenant,
         "publications": core._handoffs._publications,
+        "holds": core._handoffs._table._holds,
+        "blocks that holds wait for": core._handoffs._table._waiting,
         "blocks to unpin": unpins(core),
         "items of tenants": core._lookups.leases._tenant_items,
         "leases by grant": core._lookups.leases.by_grant,
@@ -484,11 +489,10 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "blocks of a reset": core._cpu_tier._index._reset,
         "pinned blocks in no index": core._cpu_tier._index._unlinked,
         "indexes of a reset": core._cpu_tier._index._invalidated,
-        "holds": core._handoffs._table._holds,
         "holds by tenant": core._handoffs._table._per_tenant,
         "held items": core._handoffs._table._items,
         "waiting holds": core._handoffs._table._waiting,
-        "pins of holds": core._handoffs._pins,
+        "pins of holds": core._handoffs._pins._counts,
         "blocks set aside": core._cpu_tier.queues._protected,
         "held bytes": core._handoffs.held_bytes,
         "wanted extents": core._cpu_tier.retiring.has_work,

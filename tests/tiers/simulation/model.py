@@ -89,6 +89,7 @@ EXERCISED = (
     "holds claimed too late",
     "holds declined",
     "holds expired",
+    "holds that expire in slices",
     "holds published before their blocks",
     "holds renewed",
     "holds replaced",

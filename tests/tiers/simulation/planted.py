@@ -78,8 +78,8 @@ MUTANTS = (
         "a closed lease never ends",
         Invariant.LEAKS,
         "core/endings.py",
-        "            if start:\n                yield None\n            part = leases[",
-        "            if start:\n                yield None\n                return\n            part = leases[",
+        "            if number:\n                yield None\n            self._lookups.end",
+        "            if number:\n                yield None\n                return\n            self._lookups.end",
     ),
     Mutant(
         "the writers of an ending session are forgotten",
@@ -274,8 +274,22 @@ MUTANTS = (
         "promoted blocks count as hits of the CPU tier",
         Invariant.COUNTS,
         "core/lookups.py",
-        "            if block.ready:\n                self.counters.hit(block.namespace, source)\n",
-        "            if block.ready:\n                self.counters.hit(block.namespace, 0)\n",
+        "is_closed(lease):\n                self.counters.hit(block.namespace, source)\n",
+        "is_closed(lease):\n                self.counters.hit(block.namespace, 0)\n",
+    ),
+    Mutant(
+        "hits of a closed lease that are not counted yet are taken back",
+        Invariant.COUNTS,
+        "core/lookups.py",
+        "self.leases.has_ended(lease)",
+        "not self.leases.is_open(lease)",
+    ),
+    Mutant(
+        "an ended hold gives up blocks",
+        Invariant.RAISED,
+        "core/handoffs.py",
+        "while blocks and self._table.get(hold.name) is hold:",
+        "while blocks:",
     ),
     Mutant(
         "an excluded tier is read",
@@ -358,7 +372,7 @@ MUTANTS = (
         "a reset waits for released leases",
         Invariant.LEAKS,
         "core/leases.py",
-        "            waiting.pop(lease, None)\n",
+        "            del waiting[lease]\n",
         "",
     ),
     Mutant(
@@ -442,8 +456,8 @@ MUTANTS = (
         "only the first expired hold ends",
         Invariant.HELD,
         "core/handoffs.py",
-        "for hold in [hold for hold in self._table if hold.expires_at <= now]:",
-        "for hold in [hold for hold in self._table if hold.expires_at <= now][:1]:",
+        "self._perform(self._expire(expired, now))",
+        "self._perform(self._expire(expired[:1], now))",
     ),
     Mutant(
         "a heartbeat shortens a hold",
@@ -455,9 +469,9 @@ MUTANTS = (
     Mutant(
         "shared blocks are unpinned with the first hold",
         Invariant.PINS,
-        "core/handoffs.py",
-        "        self._cpu_tier.unpin(blocks)\n\n    def _charge",
-        "        for block in blocks:\n            block.pins = 1\n            self._cpu_tier.unpin([block])\n\n    def _charge",
+        "core/hold_pins.py",
+        "        self._cpu_tier.unpin(blocks)\n",
+        "        for block in blocks:\n            block.pins = 1\n            self._cpu_tier.unpin([block])\n",
     ),
     Mutant(
         "a block that could not be loaded stays a hit of its lease",
@@ -490,8 +504,8 @@ MUTANTS = (
     Mutant(
         "released blocks are in no eviction queue",
         Invariant.LINE,
-        "core/handoffs.py",
-        "        self._cpu_tier.queues.unprotect(block for block in blocks if block not in self._pins)\n",
+        "core/hold_pins.py",
+        "        self._cpu_tier.queues.unprotect(block for block in blocks if block not in self._counts)\n",
         "",
     ),
     Mutant(
@@ -504,9 +518,9 @@ MUTANTS = (
     Mutant(
         "blocks of two holds count twice",
         Invariant.HELD,
-        "core/handoffs.py",
-        "        if block not in self._pins:\n            self._budget(block).used += block.allocated_bytes\n",
-        "        self._budget(block).used += block.allocated_bytes\n        if block not in self._pins:\n",
+        "core/hold_pins.py",
+        "            if block not in self._counts:\n                self.budget(block).used += block.allocated_bytes\n",
+        "            self.budget(block).used += block.allocated_bytes\n            if block not in self._counts:\n",
     ),
     Mutant(
         "claims wait for blocks of ended engines",
@@ -553,7 +567,7 @@ MUTANTS = (
     Mutant(
         "partial blocks outlive their hold",
         Invariant.PRIVATE,
-        "core/handoffs.py",
+        "core/hold_pins.py",
         "                block.evict_on_unpin = block.hold_only\n",
         "                block.evict_on_unpin = False\n",
     ),
@@ -666,8 +680,8 @@ MUTANTS = (
         "an abandoned publication keeps its pins",
         Invariant.PINS,
         "core/handoffs.py",
-        "            self._unpin_held(publication.blocks)\n        self._cpu_tier",
-        "            pass\n        self._cpu_tier",
+        "            self._pins.unpin(publication.name[0], publication.blocks)\n",
+        "            pass\n",
     ),
     Mutant(
         "an abandoned lookup keeps its lease",
@@ -687,7 +701,7 @@ MUTANTS = (
         "a claim continues after its hold has ended",
         Invariant.REFUSALS,
         "core/claims.py",
-        "if hold.record.end is not None or (claim.lease is not None and",
+        "if hold.is_over or hold.record.end is not None or (claim.lease is not None and",
         "if (claim.lease is not None and",
     ),
     Mutant(
@@ -701,7 +715,7 @@ MUTANTS = (
         "a publication continues after its hold has ended",
         Invariant.HELD,
         "core/handoffs.py",
-        "is_open = self._table.get(hold.name) is hold",
+        "is_open = self._table.get(hold.name) is hold and not hold.is_over",
         "is_open = True",
     ),
     Mutant(
@@ -722,8 +736,8 @@ MUTANTS = (
         "a claim does not wait for blocks that a publication has not prepared",
         Invariant.HELD,
         "core/holds.py",
-        "return self.awaited + self.unprepared",
-        "return self.awaited + bool(self.unprepared)",
+        "return self.pending + self.unprepared",
+        "return self.pending + bool(self.unprepared)",
     ),
     Mutant(
         "a completion leaves the pins of blocks without a slot",
