@@ -273,7 +273,7 @@ def handoff_status(hold: Hold, now: float) -> admin_pb2.HandoffStatus:
         num_tokens=hold.num_tokens,
         blocks=len(hold.items) - hold.items.count(None),
         bytes=hold.nbytes,
-        pending_blocks=hold.awaited,
+        pending_blocks=hold.pending,
         claims=hold.claims,
         age=duration_of(now - hold.published_at),
         remaining=duration_of(hold.expires_at - now),

@@ -25,7 +25,9 @@ from .long_calls import LongCalls
 __all__ = ["HandoffService"]
 
 _SLICE = 256
-"""Holds per slice of a renewal or release. A hold takes 2 to 4 µs."""
+"""Holds per slice of a renewal. A hold takes 2 to 4 µs."""
+_RELEASES = 4
+"""Holds per slice of a release. The pins of a hold take up to 1 ms."""
 
 
 class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
@@ -59,7 +61,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         if isinstance(held, PublishStatus):
             return handoff_pb2.PublishHoldResponse(status=handoff_pb2.PublishStatus.Name(held.value))
         return handoff_pb2.PublishHoldResponse(
-            status=handoff_pb2.PUBLISH_STATUS_PUBLISHED, remaining=self._remaining(held), pending_blocks=held.awaited
+            status=handoff_pb2.PUBLISH_STATUS_PUBLISHED, remaining=self._remaining(held), pending_blocks=held.pending
         )
 
     async def ClaimHold(
@@ -109,7 +111,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         self, request: handoff_pb2.ReleaseHoldsRequest, context: grpc.aio.ServicerContext
     ) -> handoff_pb2.ReleaseHoldsResponse:
         session, now = self._sessions.get(request.session, is_release=True), self._runtime.now()
-        for part in slices_of(request.holds, _SLICE):
+        for part in slices_of(request.holds, _RELEASES):
             if len(part) < len(request.holds):
                 await self._long_calls.scheduler.turn(session)
             for name in self._names(session, part):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from ..base import NamespaceId, Outcome
 from ..stats.eviction_history import EvictionHistory
@@ -13,16 +13,20 @@ from .block import Block
 from .commands import Change, Command, LeaseSettled
 from .cpu_tier import CpuTier
 from .handoffs import HandoffHandler
+from .leases import BlockLease
 from .lookups import LookupHandler
 from .operations import Operation
-from .requests import RequestTable
+from .requests import Request, RequestTable
 from .tier_jobs import JobKind, TierJobs
+from .waiters import SETTLE_SLICE
 
 __all__ = ["CompletionHandler", "Durability"]
 
 FLUSH_SLICE = 256
 """A flush takes 2 to 8 µs per key."""
 _ANSWER_SLICE = 2048
+_REQUEST_COST = 32
+"""To store a block for a request takes as long as to settle this number of items."""
 
 
 class Durability:
@@ -135,7 +139,10 @@ class CompletionHandler:
         handoffs: HandoffHandler,
         history: EvictionHistory,
         commands: list[Command],
+        perform: Callable[[Operation[None]], None],
     ) -> None:
+        """`perform` performs an operation that no call waits for."""
+        self._perform = perform
         self._cpu_tier = cpu_tier
         self._tier_jobs = tier_jobs
         self._requests = requests
@@ -145,21 +152,53 @@ class CompletionHandler:
         self._commands = commands
 
     def settle(self, blocks: Sequence[Block]) -> None:
-        """Notifies leases, holds and requests that wait for those blocks that are not pending."""
-        waiters = (self._lookups.leases, self._handoffs, self._requests)
-        awaited = chain.from_iterable(waiter.awaited(blocks) for waiter in waiters)  # usually none
-        for block in dict.fromkeys(awaited):
-            if block.pending:
-                continue
-            for lease in self._lookups.settle(block):
-                self._commands.append(LeaseSettled(lease.id))
-            self._handoffs.settle(block)
-            for request in self._requests.settled(block):
-                if block.ready:
-                    self._tier_jobs.cascade_for(request, [block])
-                else:
-                    request.incomplete += 1
-                self._requests.end_if_settled(request)
+        """Notifies leases, holds and requests that wait for those blocks that are not pending.
+
+        The first slice runs now. In the others, a block that is pending again is left to its next
+        end.
+        """
+        if awaited := [block for block in blocks if self._is_awaited(block)]:  # usually none
+            self._perform(self._settle(awaited))
+
+    def _is_awaited(self, block: Block) -> bool:
+        return (
+            block in self._lookups.leases.waiters or self._handoffs.is_awaited(block) or block in self._requests.waiters
+        )
+
+    def _settle(self, blocks: Sequence[Block]) -> Operation[None]:
+        room = SETTLE_SLICE
+        for settle, block in self._waits_for(blocks):
+            while not block.pending and (cost := settle(room)):
+                room -= cost
+                if room <= 0:
+                    yield None
+                    room = SETTLE_SLICE
+
+    def _waits_for(self, blocks: Sequence[Block]) -> Iterator[tuple[Callable[[int], int], Block]]:
+        """Yields, per lease, hold or request and block, what settles a number of its items."""
+        for block in blocks:
+            for lease in self._lookups.leases.waiters.of(block):
+                yield partial(self._settle_lease, lease, block), block
+            for hold in self._handoffs.awaiting(block):
+                yield partial(self._handoffs.settle, hold, block), block
+            for request in self._requests.waiters.of(block):
+                yield partial(self._settle_request, request, block), block
+
+    def _settle_lease(self, lease: BlockLease, block: Block, most: int) -> int:
+        items = self._lookups.settle(lease, block, most)
+        if items and not lease.pending:
+            self._commands.append(LeaseSettled(lease.id))
+        return items
+
+    def _settle_request(self, request: Request, block: Block, _most: int) -> int:
+        if not self._requests.settle(request, block):
+            return 0
+        if block.ready:
+            self._tier_jobs.cascade_for(request, [block])
+        else:
+            request.incomplete += 1
+        self._requests.end_if_settled(request)
+        return _REQUEST_COST
 
     def job_finished(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
         finished = self._tier_jobs.finish(job_id, outcomes)

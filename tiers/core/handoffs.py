@@ -39,6 +39,7 @@ from .lookups import LookupHandler
 from .operations import Operation
 from .settings import TierSettings
 from .sliced_work import UnpinQueue
+from .waiters import SETTLE_SLICE
 
 __all__ = ["EXPIRY_MARGIN_SECONDS", "HandoffHandler"]
 
@@ -54,7 +55,7 @@ MAX_HELD_ITEMS = 4 << 20
 block counts once per hold."""
 
 _SLICE = 128
-"""Number of expired holds, or of blocks of orphaned holds, that a slice ends: 1 to 3 ms."""
+"""Number of expired holds that a slice ends: 1 to 3 ms."""
 _ITEMS = 1024
 """Items of a hold that take as long as a hold."""
 
@@ -385,26 +386,27 @@ class HandoffHandler:
 
     def _give_up(self, holds: Sequence[Hold]) -> Operation[None]:
         """Gives up blocks of orphaned holds (see `Hold.orphaned`)."""
-        room = _SLICE
+        room = SETTLE_SLICE
         for hold in holds:
-            blocks = list(hold.awaited)
-            while blocks and self._table.get(hold.name) is hold:
-                part, blocks = blocks[:room], blocks[room:]
-                self._table.give_up(hold, part)
-                if hold.take_notice():
-                    self._commands.append(HoldChanged(hold.name))
-                room -= len(part)
-                if not room:
-                    yield None
-                    room = _SLICE
+            for block in list(hold.awaited):
+                while not block.pending and (items := self.settle(hold, block, room)):
+                    room -= items
+                    if room <= 0:
+                        yield None
+                        room = SETTLE_SLICE
 
-    def awaited(self, blocks: Sequence[Block]) -> list[Block]:
-        return self._table.awaited(blocks)
+    def is_awaited(self, block: Block) -> bool:
+        return self._table.is_awaited(block)
 
-    def settle(self, block: Block) -> None:
-        """Called when the last write to a block has ended, whether or not the block is ready."""
-        for hold in self._table.settle(block):
+    def awaiting(self, block: Block) -> list[Hold]:
+        return self._table.awaiting(block)
+
+    def settle(self, hold: Hold, block: Block, most: int) -> int:
+        """Called when a block's writes have ended; returns how many items no longer wait for it."""
+        items = self._table.settle(hold, block, most)
+        if items and hold.take_notice():
             self._commands.append(HoldChanged(hold.name))
+        return items
 
     def _pin(self, session: EngineSession, keys: Sequence[bytes]) -> list[Block]:
         blocks = self._cpu_tier.find_or_add(session.namespace, keys)

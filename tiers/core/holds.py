@@ -7,7 +7,7 @@ even if the session that published the hold ends earlier.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..base import NamespaceId
@@ -16,6 +16,7 @@ from ..stats.request_log import HoldRecord, LookupRecord
 from ..types import EngineKey, EngineSession, HandoffDirection, HoldName, Owner, PublishStatus, tenant_of
 from .block import Block
 from .leases import PENDING_COST, BlockLease
+from .waiters import Waiters, take_items
 
 __all__ = ["Hold", "HoldClaim", "HoldTable", "SlicedPublication"]
 
@@ -138,8 +139,7 @@ class HoldTable:
         """`unpin` removes the pins of blocks that an open hold gives up."""
         self._unpin = unpin
         self._holds: dict[HoldName, Hold] = {}
-        self._waiting: dict[Block, dict[Hold, None]] = {}
-        """Per pending block the holds that contain it."""
+        self._waiters = Waiters[Hold]()
         self._per_name: dict[tuple[bytes, str, str], int] = defaultdict(int)
         """Number of holds per tenant, engine id and request id, over the tenant's namespaces."""
         self._per_tenant: dict[str, int] = defaultdict(int)
@@ -188,7 +188,7 @@ class HoldTable:
                 hold.pending += 1
                 self._items[hold.tenant] += PENDING_COST
                 hold.awaited.setdefault(block, []).append(item)
-                self._waiting.setdefault(block, {})[hold] = None
+                self._waiters.add(hold, block)
 
     def remove(self, hold: Hold) -> None:
         """Removes a hold; the caller must remove the pins of the hold."""
@@ -202,44 +202,37 @@ class HoldTable:
         if not self._per_tenant[hold.tenant]:
             del self._per_tenant[hold.tenant], self._items[hold.tenant]
         for block in hold.awaited:
-            self._forget(hold, block)
+            self._waiters.remove(hold, block)
+        hold.awaited = {}
 
-    def awaited(self, blocks: Sequence[Block]) -> list[Block]:
-        return [block for block in blocks if block in self._waiting] if self._waiting else []
+    def is_awaited(self, block: Block) -> bool:
+        return block in self._waiters
 
-    def settle(self, block: Block) -> list[Hold]:
-        """Called when a block's writes have ended; returns its holds that claims are to be told of.
+    def awaiting(self, block: Block) -> list[Hold]:
+        """Returns the holds that no longer wait for a block whose writes have ended.
 
         If the block is not ready, its holds normally keep it, because another client may write it
         later. But a hold gives up such a block if a reset or a stall removed the block from the
         index, or if the hold is orphaned.
         """
-        holds = self._waiting.get(block, {})
-        hopeless = [hold for hold in holds if block.ready or block.invalidated or hold.orphaned]
-        for hold in hopeless:
-            self._stop_awaiting(hold, block)
-        return [hold for hold in hopeless if hold.take_notice()]
+        holds = self._waiters.of(block)
+        return holds if block.ready or block.invalidated else [hold for hold in holds if hold.orphaned]
 
-    def give_up(self, hold: Hold, blocks: Iterable[Block]) -> None:
-        """Gives up those of these blocks that an orphaned hold awaits, and that nobody writes."""
-        for block in blocks:
-            if block in hold.awaited and not block.pending:
-                self._stop_awaiting(hold, block)
+    def settle(self, hold: Hold, block: Block, most: int) -> int:
+        """Ends the wait of a hold for items of a block; returns their number.
 
-    def _stop_awaiting(self, hold: Hold, block: Block) -> None:
-        """Gives up the block unless it is ready."""
-        self._forget(hold, block)
-        items = hold.awaited.pop(block)
+        Gives the items up unless the block is ready.
+        """
+        if block not in hold.awaited:
+            return 0
+        items = take_items(hold.awaited, block, most)
+        if block not in hold.awaited:
+            self._waiters.remove(hold, block)
         hold.pending -= len(items)
         self._items[hold.tenant] -= PENDING_COST * len(items)
         if not block.ready:
             self.release_blocks(hold, items)
-
-    def _forget(self, hold: Hold, block: Block) -> None:
-        waiting = self._waiting[block]
-        del waiting[hold]
-        if not waiting:
-            del self._waiting[block]
+        return len(items)
 
     def release_blocks(self, hold: Hold, items: Sequence[int]) -> None:
         """Ends the pins of these items, which the hold does not await."""

@@ -23,6 +23,7 @@ from .cpu_tier import CpuTier
 from .pin_budget import count_bytes
 from .prefetches import PrefetchProgress
 from .sliced_work import UnpinQueue
+from .waiters import Waiters, take_items
 
 if TYPE_CHECKING:
     from ..stats.miss_ratio_curve import MissRatioCurves
@@ -241,8 +242,7 @@ class LeaseTable:
         self._cpu_tier, self._unpins = cpu_tier, unpins
         self._leases: dict[LeaseId, BlockLease] = {}
         self._closed: dict[BlockLease, None] = {}  # no call finds them; they have not ended
-        self._waiting: dict[Block, dict[BlockLease, None]] = {}
-        """Per pending block the leases that contain it."""
+        self.waiters = Waiters[BlockLease]()
         self._by_session: dict[bytes, dict[BlockLease, None]] = defaultdict(dict)
         self._by_request: dict[tuple[EngineKey, str], dict[BlockLease, None]] = defaultdict(dict)
         self.by_grant: dict[tuple[bytes, int], BlockLease] = {}
@@ -310,7 +310,7 @@ class LeaseTable:
             if block is not None and not block.ready:
                 lease.pending += 1
                 lease.awaited.setdefault(block, []).append(item)
-                self._waiting.setdefault(block, {})[lease] = None
+                self.waiters.add(lease, block)
         tenant = tenant_of(lease.owner.engine[0])
         self._count_blocks(items, tenant)
         lease.items += items
@@ -390,31 +390,29 @@ class LeaseTable:
         if _discard(self._by_session, owner.session_id, lease):
             del self._items[owner.session_id]
         for block in lease.awaited:
-            waiting = self._waiting[block]
-            del waiting[lease]
-            if not waiting:
-                del self._waiting[block]
+            self.waiters.remove(lease, block)
+        lease.awaited = {}
 
-    def awaited(self, blocks: Sequence[Block]) -> list[Block]:
-        return [block for block in blocks if block in self._waiting] if self._waiting else []
+    def settle(self, lease: BlockLease, block: Block, most: int) -> list[int]:
+        """Called when a block is no longer pending; returns items of the lease that have waited.
 
-    def settle(self, block: Block) -> list[tuple[BlockLease, int]]:
-        """Called when a block is no longer pending; returns the leases and items that waited.
-
-        If the block is not ready, it becomes a miss in these leases.
+        If the block is not ready, these items become misses. A closed lease keeps waiting.
         """
-        waiting = self._waiting.pop(block, {})
-        waited = [(lease, item) for lease in waiting for item in lease.awaited.pop(block)]
-        for lease, item in waited:
-            lease.pending -= 1
-            self._tenant_items[tenant_of(lease.owner.engine[0])] -= PENDING_COST
-            if not block.ready:
+        if block not in lease.awaited or lease in self._closed:
+            return []
+        items = take_items(lease.awaited, block, most)
+        if block not in lease.awaited:
+            self.waiters.remove(lease, block)
+        lease.pending -= len(items)
+        self._tenant_items[tenant_of(lease.owner.engine[0])] -= PENDING_COST * len(items)
+        if not block.ready:
+            for item in items:
                 lease.items[item] = None
-                lease.lost = lease.lost or set()
-                lease.lost.add(item)
-                lease.hits -= 1
-                self._unpin([block])
-        return waited
+            lease.lost = lease.lost or set()
+            lease.lost.update(items)
+            lease.hits -= len(items)
+            self._unpin([block] * len(items))
+        return items
 
     def __iter__(self) -> Iterator[BlockLease]:
         return iter(self._leases.values())

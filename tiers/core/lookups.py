@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from ..errors import LimitExceeded
 from ..stats.counters import HitCounters
@@ -218,9 +218,9 @@ class LookupHandler:
 
     def take_back_hits(self, lease: BlockLease, reason: MissReason, lookup: RunningLookup | None = None) -> None:
         """Counts the hits of a lookup as misses, because it answers that no key is a hit."""
-        namespace, has_ended = lease.owner.engine[0], self.leases.has_ended(lease)
-        found = [(block, tier) for block, tier in zip(lease.items, lease.sources, strict=True) if block is not None]
-        for source, keys in Counter(tier for block, tier in found if has_ended or block.ready).items():
+        namespace, uncounted = lease.owner.engine[0], set(chain.from_iterable(lease.awaited.values()))
+        found = [item for item, block in enumerate(lease.items) if block is not None]
+        for source, keys in Counter(lease.sources[item] for item in found if item not in uncounted).items():
             self.counters.hit(namespace, source, -keys)
         self.counters.miss(namespace, reason, len(found))
         lease.counted = False
@@ -282,27 +282,29 @@ class LookupHandler:
         self._unpins.start()
 
     def _count_pending(self, lease: BlockLease) -> None:
-        for block, items in lease.awaited.items() if lease.counted else ():
-            for item in items:
-                self.counters.hit(block.namespace, lease.sources[item])
+        if lease.counted and lease.awaited:
+            items = chain.from_iterable(lease.awaited.values())
+            for source, count in Counter(map(lease.sources.__getitem__, items)).items():
+                self.counters.hit(lease.owner.engine[0], source, count)
 
-    def settle(self, block: Block) -> list[BlockLease]:
-        """Called when a block is no longer pending; returns the leases without pending blocks."""
-        waited = self.leases.settle(block)
-        for lease, item in waited:
-            if not lease.counted:
-                continue
-            source = lease.sources[item]
-            if block.ready or self.leases.is_closed(lease):
-                self.counters.hit(block.namespace, source)
-                continue
-            reason = self._history.reason_for(block.namespace, block.key) or MissReason.LOAD_FAILED
-            self.counters.miss(block.namespace, reason)
-            if source:
-                self._tier_jobs.secondaries[source - 1].misses += 1
-            if lease.record is not None:
+    def settle(self, lease: BlockLease, block: Block, most: int) -> int:
+        """Called when a block is no longer pending; returns how many items no longer wait."""
+        items = self.leases.settle(lease, block, most)
+        if not lease.counted or not items:
+            return len(items)
+        sources = Counter(map(lease.sources.__getitem__, items))
+        if block.ready:
+            for source, count in sources.items():
+                self.counters.hit(block.namespace, source, count)
+            return len(items)
+        reason = self._history.reason_for(block.namespace, block.key) or MissReason.LOAD_FAILED
+        self.counters.miss(block.namespace, reason, len(items))
+        for secondary in self._tier_jobs.secondaries:
+            secondary.misses += sources[secondary.index]
+        if lease.record is not None:
+            for item in items:
                 lease.record.fail(item, reason)
-        return list(dict.fromkeys(lease for lease, _ in waited if not lease.pending))
+        return len(items)
 
     def _find(self, lookup: RunningLookup, keys: Sequence[bytes], match: LookupMatch) -> Sequence[bytes]:
         """Pins the hits among the next keys of a lookup, and starts promotions.

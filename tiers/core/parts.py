@@ -164,6 +164,7 @@ class CoreParts:
             handoffs=handoffs,
             history=self._history,
             commands=self._commands,
+            perform=self._sliced_work.perform,
         )
         self._stores = StoreHandler(
             cpu_tier=self._cpu_tier,

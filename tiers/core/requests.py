@@ -17,6 +17,7 @@ from ..types import EngineKey, EngineSession, Negotiation
 from .block import Block
 from .call_specs import StoreSpec
 from .conversations import Conversation
+from .waiters import Waiters
 
 __all__ = ["MAX_REQUESTS", "Request", "RequestTable"]
 
@@ -76,7 +77,7 @@ class RequestTable:
         self._tiers = tiers
         self._on_end = on_end
         self._requests: dict[tuple[EngineKey, str], Request] = {}
-        self._waiting: dict[Block, dict[Request, None]] = {}
+        self.waiters = Waiters[Request]()
         self._open: Counter[str] = Counter()
         """Per tenant the number of requests that have not ended."""
         self._awaited: Counter[str] = Counter()
@@ -132,22 +133,20 @@ class RequestTable:
             return
         self._awaited[tenant] += 1
         request.waiting.add(block)
-        self._waiting.setdefault(block, {})[request] = None
+        self.waiters.add(request, block)
 
     def awaited_by(self, tenant: str) -> int:
         """Returns the number of blocks that the requests of a tenant wait for."""
         return self._awaited[tenant]
 
-    def awaited(self, blocks: Sequence[Block]) -> list[Block]:
-        return [block for block in blocks if block in self._waiting] if self._waiting else []
-
-    def settled(self, block: Block) -> list[Request]:
-        """Called when no client writes a block now; returns the requests that waited for it."""
-        requests = list(self._waiting.pop(block, ()))
-        for request in requests:
-            request.waiting.discard(block)
-            _subtract(self._awaited, request.session.tenant, 1)
-        return requests
+    def settle(self, request: Request, block: Block) -> bool:
+        """Called when no client writes a block now; returns whether the request waited for it."""
+        if block not in request.waiting:
+            return False
+        request.waiting.discard(block)
+        self.waiters.remove(request, block)
+        _subtract(self._awaited, request.session.tenant, 1)
+        return True
 
     def finish(self, request: Request, *, abandon: bool = False) -> None:
         """With `abandon`, the request does not wait for blocks that other clients write now."""
@@ -155,9 +154,7 @@ class RequestTable:
         request.session.requests.discard(request.id)
         if abandon:
             for block in request.waiting:
-                del self._waiting[block][request]
-                if not self._waiting[block]:
-                    del self._waiting[block]
+                self.waiters.remove(request, block)
             _subtract(self._awaited, request.session.tenant, len(request.waiting))
             request.incomplete += len(request.waiting)
             request.waiting.clear()

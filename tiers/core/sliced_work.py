@@ -39,8 +39,8 @@ class _Entry:
 class UnpinQueue:
     """Blocks that ended leases and stores, or ended holds, leave pinned.
 
-    A call pays for pins of its own tenant: the latest entry of the tenant is first. The tenants
-    take turns in the other slices.
+    A call pays for pins of its own tenant, as many as it leaves: the latest entry of the tenant is
+    first. The tenants take turns in the other slices.
     """
 
     def __init__(self, continue_if: Callable[[bool], None]) -> None:
@@ -50,6 +50,8 @@ class UnpinQueue:
         """Per tenant, the next one first."""
         self._latest: bytes | None = None
         """Tenant of the latest blocks; None if there were none."""
+        self._added = 0
+        """Cost of the blocks that were added since the last `start`."""
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -68,10 +70,15 @@ class UnpinQueue:
         self._latest = tenant_of(namespace) if blocks else None
         if self._latest is not None:
             self._entries.setdefault(self._latest, []).append(_Entry(remove, blocks, len(blocks), cost))
+            self._added += _ENTRY_COST + cost * len(blocks)
 
     def start(self) -> None:
-        """Removes a slice of the pins of the latest blocks' tenant now, and the others later."""
-        self.continue_if(self._unpin(self._latest))
+        """Removes pins of the latest blocks' tenant now, and the others later.
+
+        Removes as many as were added since the last call, but at most a slice.
+        """
+        room, self._added = min(SLICE, self._added), 0
+        self.continue_if(self._unpin(self._latest, room))
 
     def unpin_first(self, tenant: bytes) -> bool:
         """Removes a slice of the pins of a tenant; returns False if the tenant has none here."""
@@ -87,9 +94,9 @@ class UnpinQueue:
     def entries(self) -> list[_Entry]:
         return [entry for own in self._entries.values() for entry in own]
 
-    def _unpin(self, tenant: bytes | None) -> bool:
+    def _unpin(self, tenant: bytes | None, room: int | None = None) -> bool:
         """Removes a slice of the pins, of this tenant first."""
-        room = SLICE
+        room = SLICE if room is None else room
         while self._entries and room > 0:
             if tenant is None or tenant not in self._entries:
                 tenant = next(iter(self._entries))

@@ -109,7 +109,7 @@ def test_a_session(calls: int) -> None:
 def test_a_lease(*, is_known: bool) -> None:
     """Its session may have ended."""
     owner = Owner(ENGINE, b"s", "r")  # type: ignore[arg-type]
-    lease: Any = BlockLease(3, owner, NOW + 5, [BLOCK, None, BLOCK], 4, bytes(3), None, NOW - 9, 1, 2)  # type: ignore[arg-type]
+    lease: Any = BlockLease(3, owner, NOW + 5, [BLOCK, None, BLOCK], 4, bytes(3), None, NOW - 9, pending=1, hits=2)  # type: ignore[arg-type]
     session: Any = SimpleNamespace(client_name="c", pid=7) if is_known else None
     assert messages.lease_status(lease, session, NOW) == admin_pb2.LeaseStatus(
         lease_id=3,
@@ -147,7 +147,7 @@ def test_a_hold() -> None:
         num_tokens=3,
         items=[BLOCK, None, BLOCK, BLOCK],
         nbytes=5,
-        awaited=2,
+        pending=2,
         claims=6,
         published_at=NOW - 7,
         expires_at=NOW + 8,

@@ -268,7 +268,7 @@ async def test_a_publication_runs_in_slices(large: Engine) -> None:
     publishing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await publishing
-    await async_wait_until(lambda: not handoffs._pins)
+    await async_wait_until(lambda: not handoffs._pins._counts)
     assert large.runtime.core.stats().held_bytes == 0
 
 

@@ -246,7 +246,7 @@ def test_an_expired_hold_stays_expired_before_its_slice(monkeypatch: pytest.Monk
 
 def test_blocks_of_orphaned_holds_are_given_up_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if a hold ends between two slices."""
-    monkeypatch.setattr(handoffs, "_SLICE", 2)
+    monkeypatch.setattr(handoffs, "SETTLE_SLICE", 2)
     rig = HoldRig()
     holds = [rig.publish(keys(*range(3)), name) for name in "abc"]
     rig.core.close_session(rig.session.id)
@@ -256,7 +256,7 @@ def test_blocks_of_orphaned_holds_are_given_up_in_slices(monkeypatch: pytest.Mon
         rig.core.work()
         pending.append([hold.pending for hold in holds])
     assert pending == [[1, 3, 3], [0, 3, 2], [0, 3, 0]]
-    assert not rig.core._handoffs._table._waiting
+    assert not rig.core._handoffs._table._waiters._by_block
     while rig.core.has_work():
         rig.core.work()
     assert rig.core.stats().tiers[0].blocks == 0

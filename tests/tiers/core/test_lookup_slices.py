@@ -165,7 +165,7 @@ def test_an_abandoned_lookup_leaves_no_pin() -> None:
     assert len(rig.core.leases()) == 1
     lookup.operation.close()
     assert not rig.core.leases()
-    assert not rig.core._lookups.leases.awaited(list(rig.core._cpu_tier._index))
+    assert not rig.core._lookups.leases.waiters._by_block
     assert sum(block.pins for block in rig.core._cpu_tier._index if block.ready) == 0
     assert [tier.hits for tier in rig.core.stats().tiers] == [0, 0], "no hits were delivered"
     [record] = rig.core.explain("r")

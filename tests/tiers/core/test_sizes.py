@@ -256,7 +256,7 @@ def test_blocks_that_requests_wait_for_have_a_limit(monkeypatch: pytest.MonkeyPa
     assert requests[1].incomplete == 1
     for request in requests:
         table.finish(request, abandon=True)
-    assert not table._waiting
+    assert not table.waiters._by_block
     assert not table._awaited
     assert not table._open
 

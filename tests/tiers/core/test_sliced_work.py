@@ -199,6 +199,24 @@ print(sorted(set(walks)), gc.get_freeze_count() > 0)
     assert done.stdout == "[0, 1] True\n"
 
 
+def test_a_call_removes_as_many_pins_as_it_leaves() -> None:
+    """Else each of 481 releases in one turn would remove a slice of an earlier backlog."""
+    tier, done = Rig(1).core._cpu_tier, [0, 0]
+    space = NamespaceSpec(NamespaceId(b"n" * 32), world_size=1, part_bytes=(SLOT,))
+    queue = sliced_work.UnpinQueue(lambda _: None)
+
+    def remove(blocks: list[Block]) -> None:
+        done[len(blocks) == 1] += len(blocks)
+
+    queue.add(space.id, remove, tier.find_or_add(space, names(0, 4 * sliced_work.SLICE)))
+    queue.start()
+    assert done == [sliced_work.SLICE, 0]
+    for _ in range(10):
+        queue.add(space.id, remove, tier.find_or_add(space, names(0, 1)))
+        queue.start()
+    assert done == [sliced_work.SLICE, 10]
+
+
 def test_tenants_take_turns_in_the_unpin_queue() -> None:
     """Else one that ends many holds in turn would keep the blocks of another one pinned."""
     tenants = [NamespaceSpec(NamespaceId(tag * 32), world_size=1, part_bytes=(SLOT,)) for tag in (b"z", b"a")]

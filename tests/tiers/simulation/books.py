@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.leases import LEASE_COST, PENDING_COST
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.types import tenant_of
 
-from .inspect import CoreView
+from .inspect import CoreView, unsettled
 
 __all__ = ["books"]
 
@@ -25,24 +26,35 @@ def books(core: TierManager, core_view: CoreView) -> Iterator[tuple[str, Any, An
     yield from _slots(core, core_view)
 
 
+def _awaited(
+    items: Sequence[Block | None], kept: dict[Block, list[int]], late: Collection[Block]
+) -> dict[Block, list[int]]:
+    """Returns the awaited items by block: those that are not ready, or that no slice has settled."""
+    found: dict[Block, list[int]] = {}
+    for item, block in enumerate(items):
+        if block is not None and (not block.ready or (block in late and item in kept.get(block, ()))):
+            found.setdefault(block, []).append(item)
+    return found
+
+
 def _leases(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
-    table = core._lookups.leases
+    table, late = core._lookups.leases, unsettled(core)
     items, tenant_items = Counter[bytes](), Counter[bytes]()
     by_session: dict[Any, set[Any]] = {}
     by_request: dict[Any, set[Any]] = {}
     waiting: dict[Any, dict[Any, None]] = {}
     for lease in (*table, *table._closed):
-        pending = [item for item, block in enumerate(lease.items) if block is not None and not block.ready]
-        yield f"pending items of lease {lease.id}", lease.pending, len(pending)
+        is_late = late if table.is_open(lease) else lease.awaited.keys()
+        awaited = _awaited(lease.items, lease.awaited, is_late)
+        pending = sum(map(len, awaited.values()))
+        yield f"pending items of lease {lease.id}", lease.pending, pending
         yield f"hits of lease {lease.id}", lease.hits, len(lease.items) - lease.items.count(None)
-        awaited: dict[Any, list[int]] = {}
-        for item in pending:
-            awaited.setdefault(lease.items[item], []).append(item)
-            waiting.setdefault(lease.items[item], {})[lease] = None
+        for block in awaited:
+            waiting.setdefault(block, {})[lease] = None
         yield f"awaited blocks of lease {lease.id}", lease.awaited, awaited
         owner = lease.owner
         items[owner.session_id] += LEASE_COST + len(lease.items)
-        tenant_items[tenant_of(owner.engine[0])] += LEASE_COST + len(lease.items) + PENDING_COST * len(pending)
+        tenant_items[tenant_of(owner.engine[0])] += LEASE_COST + len(lease.items) + PENDING_COST * pending
         by_session.setdefault(owner.session_id, set()).add(lease)
         by_request.setdefault((owner.engine, owner.request_id), set()).add(lease)
     yield "items of sessions", table._items, items
@@ -50,7 +62,7 @@ def _leases(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
     yield "leases by session", {key: set(leases) for key, leases in table._by_session.items()}, by_session
     yield "leases by request", {key: set(leases) for key, leases in table._by_request.items()}, by_request
     yield "leases by grant", table.by_grant, {each.owner.grant: each for each in table if each.owner.grant_id}
-    yield "leases that wait", table._waiting, waiting
+    yield "leases that wait", table.waiters._by_block, waiting
 
 
 def _stores(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
@@ -70,7 +82,7 @@ def _stores(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
 def _requests(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
     table = core._requests
     awaited, waits = Counter[str](), dict[Any, set[Any]]()
-    for block, requests in table._waiting.items():
+    for block, requests in table.waiters._by_block.items():
         for request in requests:
             awaited[request.session.tenant] += 1
             waits.setdefault(request, set()).add(block)
@@ -89,21 +101,19 @@ def _requests(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _holds(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
-    table = core._handoffs._table
+    table, late = core._handoffs._table, unsettled(core)
     tenants, items, names = Counter[str](), Counter[str](), Counter[Any]()
     waiting: dict[Any, dict[Any, None]] = {}
     for hold in table:
-        awaited: dict[Any, list[int]] = {}
-        for item, block in enumerate(hold.items[: len(hold.items) - hold.unprepared]):
-            if block is not None and not block.ready:
-                awaited.setdefault(block, []).append(item)
-                waiting.setdefault(block, {})[hold] = None
+        awaited = _awaited(hold.items[: len(hold.items) - hold.unprepared], hold.awaited, late)
+        for block in awaited:
+            waiting.setdefault(block, {})[hold] = None
         yield f"awaited items of {hold.name}", hold.awaited, awaited
         yield f"pending items of {hold.name}", hold.pending, sum(map(len, awaited.values()))
         tenants[hold.tenant] += 1
         items[hold.tenant] += len(hold.keys) + PENDING_COST * hold.pending
         names[tenant_of(hold.name[0]), *hold.name[1:]] += 1
-    yield "holds that wait for blocks", table._waiting, waiting
+    yield "holds that wait for blocks", table._waiters._by_block, waiting
     yield "holds of tenants", table._per_tenant, tenants
     yield "items of holds", table._items, items
     yield "holds by name", table._per_name, names

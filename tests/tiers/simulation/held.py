@@ -51,10 +51,12 @@ def _check_items(world: World, record: HoldRecord) -> None:
             and block is not None
             and not block.ready
             and not block.pending
-            and (block.invalidated or (record.orphaned and not world.work_left))
+            and not world.work_left
+            and (record.orphaned or block.invalidated)
         ):
             raise Violation(Invariant.HELD, f"{hold.keys[item]!r} is awaited, and no store is running")
-    awaited = sum(block is not None and not block.ready for block in hold.items[: record.prepared])
+    late = sum(len(hold.awaited.get(block, ())) for block in world.core_view.unsettled if block.ready)
+    awaited = late + sum(block is not None and not block.ready for block in hold.items[: record.prepared])
     if hold.pending != awaited:
         raise Violation(Invariant.HELD, f"{hold.name} waits for {hold.pending} blocks, not {awaited}")
     if record.is_preparing:  # claims are told at the end
@@ -63,7 +65,7 @@ def _check_items(world: World, record: HoldRecord) -> None:
         raise Violation(Invariant.HELD, f"all of {hold.name} is ready, and no claim was told")
     record.was_awaited = bool(awaited)
     is_told = hold.name in world.changed
-    if record.told_at is not None and record.settled >= record.told_at and not is_told:
+    if record.told_at is not None and record.settled - late >= record.told_at and not is_told:
         raise Violation(Invariant.HELD, f"{record.told_at} blocks of {hold.name} are settled, and no claim was told")
     if is_told:
         record.told_at = None

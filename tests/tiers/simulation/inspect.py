@@ -49,7 +49,9 @@ class CoreView:
     def __init__(self, core: TierManager) -> None:
         self.stats = core.stats()
         self.pending_hits = pending_hits(core)
-        """Source of each pending item of closed leases. They count as hits when the lease ends."""
+        """Per source, items that will count as hits: the lease is closed, or the block ready."""
+        self.unsettled = unsettled(core)
+        """Blocks that are no longer pending, and that slices have not settled yet."""
         self.blocks = blocks(core)
         self.ready = [block for block in self.blocks if block.ready and not block.invalidated]
         self.pinned = {block for block in self.blocks if block.pins}
@@ -80,7 +82,14 @@ def small_jobs(nbytes: int) -> Iterator[None]:
     """Limits jobs to `nbytes`, slices to three items and event logs to 16, to split all work."""
     limits = {"tier_jobs.JOB_BYTES": nbytes, "event_log.RUN_KEYS": 3, "event_log.MAX_KEYS": 16}
     limits |= {f"{module}.SLICE": 3 for module in SLICED}
-    limits |= {"endings.SLICE": 1, "endings.REQUEST_SLICE": 1, "handoffs._SLICE": 1, "room_queue.MAX_WAITERS": 3}
+    limits |= {
+        "endings.SLICE": 1,
+        "endings.REQUEST_SLICE": 1,
+        "handoffs._SLICE": 1,
+        "completions.SETTLE_SLICE": 2,
+        "handoffs.SETTLE_SLICE": 2,
+        "room_queue.MAX_WAITERS": 3,
+    }
     limits |= {"retiring_extents.GRACE_SECONDS": GRACE_SECONDS, "retiring_pins.SLICE": 80}
     limits |= {f"conversations.MAX_{name}": limit for name, limit in CONVERSATION_LIMITS.items()}
     with contextlib.ExitStack() as patches:
@@ -95,9 +104,25 @@ def blocks(core: TierManager) -> list[Block]:
 
 
 def pending_hits(core: TierManager) -> Counter[int]:
-    """Returns how many pending items the closed leases have, by source."""
-    closed = [lease for lease in core._lookups.leases._closed if lease.counted]
-    return Counter(lease.sources[item] for lease in closed for item in chain.from_iterable(lease.awaited.values()))
+    """Returns how many awaited items are of closed leases or ready blocks, by source."""
+    table, found = core._lookups.leases, Counter[int]()
+    for lease in (*table, *table._closed):
+        for block, items in lease.awaited.items() if lease.counted else ():
+            if block.ready or table.is_closed(lease):
+                found.update(lease.sources[item] for item in items)
+    return found
+
+
+def unsettled(core: TierManager) -> set[Block]:
+    """Returns the blocks of the operations that settle blocks in slices."""
+    operations = [each for each in core._sliced_work._operations if getattr(each, "__name__", "") == "_settle"]
+    return {block for each in operations for block in state_of(each, "blocks")}
+
+
+def late_requests(core: TierManager) -> dict[Block, list[Request]]:
+    """Returns the requests that still wait for blocks that are not pending."""
+    waiters = core._requests.waiters
+    return {block: waiters.of(block) for block in waiters._by_block if not block.pending}
 
 
 def leased_bytes(core: TierManager) -> Counter[bytes]:
@@ -461,14 +486,14 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "leases by request": core._lookups.leases._by_request,
         "leased items": core._lookups.leases._items,
         "bytes of stores": core._stores.table.granted_bytes,
-        "waiting leases": core._lookups.leases._waiting,
+        "waiting leases": core._lookups.leases.waiters._by_block,
         "leased bytes": core._lookups.leases.leased_bytes,
         "only held bytes": core._lookups.pin_budget.held,
         "lookups that wait for room": core._lookups.room._lines,
         "number of lookups that wait for room": core._lookups.room._per_tenant,
         "publications": core._handoffs._publications,
         "holds": core._handoffs._table._holds,
-        "blocks that holds wait for": core._handoffs._table._waiting,
+        "blocks that holds wait for": core._handoffs._table._waiters._by_block,
         "blocks to unpin": unpins(core),
         "items of tenants": core._lookups.leases._tenant_items,
         "leases by grant": core._lookups.leases.by_grant,
@@ -483,7 +508,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "sessions": core._sessions,
         "ended sessions": core._endings.sessions,
         "requests": core._requests._requests,
-        "parked blocks": core._requests._waiting,
+        "parked blocks": core._requests.waiters._by_block,
         "jobs": core._tier_jobs._jobs,
         "questions": core._tier_jobs.residency._queries,
         "blocks of a reset": core._cpu_tier._index._reset,
@@ -491,7 +516,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "indexes of a reset": core._cpu_tier._index._invalidated,
         "holds by tenant": core._handoffs._table._per_tenant,
         "held items": core._handoffs._table._items,
-        "waiting holds": core._handoffs._table._waiting,
+        "waiting holds": core._handoffs._table._waiters._by_block,
         "pins of holds": core._handoffs._pins._counts,
         "blocks set aside": core._cpu_tier.queues._protected,
         "held bytes": core._handoffs.held_bytes,

@@ -218,11 +218,12 @@ def _waiters(world: World) -> None:
         if not record.waiting:
             continue
         pending = [block for block in record.lease.items if block is not None and not block.ready]
-        if any(not block.pending for block in pending):
+        late = world.core_view.unsettled.intersection(record.lease.awaited)
+        if any(not block.pending and block not in late for block in pending):
             raise Violation(Invariant.WAITERS, f"lease {record.lease.id} waits for blocks without a running job")
-        if bool(record.lease.pending) != bool(pending):
+        if bool(record.lease.pending) != bool(late.union(pending)):
             raise Violation(Invariant.WAITERS, f"lease {record.lease.id} counts {record.lease.pending} pending blocks")
-        if not pending and record.lease.id not in world.settled:
+        if not pending and not late and record.lease.id not in world.settled:
             raise Violation(Invariant.WAITERS, f"lease {record.lease.id} has settled, and was not told")
         record.waiting = bool(pending)
 

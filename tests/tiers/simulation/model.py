@@ -90,6 +90,7 @@ EXERCISED = (
     "holds declined",
     "holds expired",
     "holds that expire in slices",
+    "blocks settled in slices",
     "holds published before their blocks",
     "holds renewed",
     "holds replaced",

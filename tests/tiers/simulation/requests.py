@@ -7,7 +7,7 @@ missing until its job ends. If the tier cannot store a block, the request is inc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.tiers.base import OffloadPolicy
@@ -115,11 +115,17 @@ class RequestBook:
                     record.missing += 1
                     record.uncertain |= before  # evicted in this event, before or after the check
 
-    def resolve_parked(self, view: TierView) -> int:
-        """Records the end of stores of parked blocks; returns their number."""
+    def resolve_parked(self, view: TierView, late: Mapping[Block, Sequence[Request]]) -> int:
+        """Records the end of stores of parked blocks; returns their number.
+
+        `late`: requests that no slice has told yet.
+        """
         resolved = 0
         for record in self.open:
+            mine = (record.session, record.id)
             for block in [block for block in record.parked if not block.pending]:
+                if any((request.session, request.id) == mine for request in late.get(block, ())):
+                    continue
                 del record.parked[block]
                 resolved += 1
                 if block.ready:

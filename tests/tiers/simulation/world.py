@@ -170,6 +170,7 @@ class World:
         """Updates the model of requests, and counts the events of this step."""
         core_view = self.core_view = inside.CoreView(self.core)
         self._end_overdue()
+        self.saw("blocks settled in slices", bool(core_view.unsettled))
         self.ledger.requests.finish_of_ended_sessions()
         self.ledger.end_of_stores({store.id for store in inside.abandoned(self.core)})
         self.ledger.holds.update_engines({client.session.engine for client in self.ledger.clients})
@@ -185,7 +186,9 @@ class World:
         gathering = any(each.write_back_queue and not each.stores for each in secondaries)
         self.saw("blocks gathered", gathering)
         self.saw("requests cut short", any(record.missing for record in self.ledger.requests.just_ended))
-        self.saw("parked blocks resolved", bool(self.ledger.requests.resolve_parked(view)))
+        self.saw(
+            "parked blocks resolved", bool(self.ledger.requests.resolve_parked(view, inside.late_requests(self.core)))
+        )
         fresh = set(core_view.ready).difference(self.before.ready)
         self.ledger.stored.update(block.name for block in fresh)
         for number, tier in enumerate(core_view.stats.tiers):
