@@ -124,10 +124,10 @@ class ConversationTasks:
         the blocks to retain exceed the budget.
         """
         acts_on_pinned = action in _RETAINING or action is BlockAction.UNPIN
-        spared = [] if acts_on_pinned else [each for each in conversations if each.pinned]
-        targets = [(each.namespace.id, list(each.keys), each) for each in conversations if each not in spared]
+        acted_on = [each for each in conversations if acts_on_pinned or not each.pinned]
+        targets = [(each.namespace.id, list(each.keys), each) for each in acted_on]
         task = ConversationTask(action, targets, self._until(action, seconds))
-        task.counts.kept = sum(len(conversation.keys) for conversation in spared)
+        task.counts.kept = sum(len(each.keys) for each in conversations) - sum(len(keys) for _, keys, _ in targets)
         return self._run(task)
 
     def act_on_keys(
