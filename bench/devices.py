@@ -18,7 +18,7 @@ from pathlib import Path
 from kvtier.client import Client, Group, KvBuffers, Namespace, Timeouts, make_key
 from kvtier.cuda.device.cuda_driver import CudaDriver
 from kvtier.cuda.device.device_errors import DeviceError
-from kvtier.cuda.device.driver import Driver
+from kvtier.cuda.device.driver_contract import Driver
 from kvtier.cuda.device.layout import BlockLayout, LayoutRun
 from kvtier.cuda.host.pinning import PIN_CHUNK_BYTES
 from kvtier.cuda.host.region import HostRegion

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 
 from ..cuda.device.device_errors import DeviceError
-from ..cuda.device.driver import Driver, EventId, StreamId
+from ..cuda.device.driver_contract import Driver, EventId, StreamId
 from ..cuda.device.exports import DeviceExport, export_blocks
 from ..cuda.device.layout import BlockLayout, LayoutRun
 from ..protos.v1 import devices_pb2, transfer_pb2

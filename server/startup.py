@@ -47,7 +47,7 @@ from .events.reader_process import ReaderProcess
 from .events.reader_sockets import PublisherError
 from .peers.peer_tier import PeerTier
 from .peers.sources import PeerSources, peer_credentials
-from .rpc.attach import SUFFIX, AttachServer
+from .rpc.attach_socket import SUFFIX, AttachServer
 from .rpc.grpc_batches import free_all_batches
 from .rpc.interceptor import RefusalInterceptor
 from .rpc.request_checks import RefusingBounds, RequestValidator

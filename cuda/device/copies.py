@@ -24,7 +24,7 @@ from functools import partial
 from ..host.region import HostRegion
 from .copy_plan import Plan, Planner
 from .device_errors import Cause, CopyCancelled, DeviceError
-from .driver import Driver, EventId, StreamId
+from .driver_contract import Driver, EventId, StreamId
 from .exports import DeviceExport, Origin
 from .handles import OpenHandles
 

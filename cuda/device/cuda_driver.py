@@ -19,7 +19,7 @@ from typing import Any, Final
 from ..host.pinning import PinError
 from .cuda_library import BatchCopy, CudaLibrary
 from .device_errors import Cause, DeviceError
-from .driver import HANDLE_BYTES, Allocation, EventId, MemoryKind, StreamId
+from .driver_contract import HANDLE_BYTES, Allocation, EventId, MemoryKind, StreamId
 
 __all__ = ["CudaDriver"]
 

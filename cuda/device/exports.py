@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from .device_errors import Cause, DeviceError
-from .driver import HANDLE_BYTES, Allocation, Driver, EventId
+from .driver_contract import HANDLE_BYTES, Allocation, Driver, EventId
 from .layout import BlockLayout, LayoutRun
 
 __all__ = ["DeviceExport", "ExportedAllocation", "Origin", "export_blocks", "likely_cause", "obstacle", "other_host"]

@@ -13,7 +13,7 @@ import contextlib
 import threading
 
 from .device_errors import Cause, DeviceError
-from .driver import Driver
+from .driver_contract import Driver
 from .exports import DeviceExport, Origin, likely_cause, obstacle
 
 __all__ = ["OpenHandles"]

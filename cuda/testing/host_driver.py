@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ..device.device_errors import Cause, DeviceError
-from ..device.driver import HANDLE_BYTES, Allocation, EventId, MemoryKind, StreamId
+from ..device.driver_contract import HANDLE_BYTES, Allocation, EventId, MemoryKind, StreamId
 from ..host.copy import address_of, copy_batch
 from ..host.region import PAGE_BYTES
 

@@ -24,7 +24,7 @@ from typing import Any, Final
 from ...cuda.device.copies import CopyDirection, EngineBlocks
 from ...cuda.device.cuda_driver import CudaDriver
 from ...cuda.device.device_errors import Cause, CopyCancelled, DeviceError
-from ...cuda.device.driver import Driver
+from ...cuda.device.driver_contract import Driver
 from ...cuda.device.exports import DeviceExport
 from ...cuda.device.handles import OpenHandles
 from ...cuda.device.layout import LayoutError

@@ -19,7 +19,7 @@ from ...client.errors import KVTierError, LeaseLost
 from ...tiers.base import BlockBytes, Entry, Medium, NamespaceId, OffloadPolicy, Outcome, SecondaryTier, Vote
 from ...tiers.core.pin_budget import affordable
 from ...tiers.negotiation import RequestInfo
-from ...tiers.remote.limits import CircuitBreaker
+from ...tiers.remote.circuit_breaker import CircuitBreaker
 from ...tiers.types import tenant_of
 from ..config.peers import PEERS_TIER
 from ..telemetry.logs import get_logger

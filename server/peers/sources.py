@@ -23,7 +23,7 @@ from ...protos.peer_directory import PeerDirectory
 from ...protos.v1 import cache_pb2, common_pb2
 from ...tiers.base import TierFilter
 from ...tiers.errors import CoreError
-from ...tiers.remote.limits import CircuitBreaker
+from ...tiers.remote.circuit_breaker import CircuitBreaker
 from ...tiers.types import EngineSession, tenant_of
 from ..config.peers import PeersConfig
 from ..refused import Refused

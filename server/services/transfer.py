@@ -24,7 +24,7 @@ from ...tiers.core.in_flight_stores import Store
 from ...tiers.types import EngineSession, LeaseId, StoreId
 from ..bulk.supervisor import BulkProcess
 from ..refused import Refused
-from ..rpc.attach import SUFFIX
+from ..rpc.attach_socket import SUFFIX
 from ..rpc.request_checks import PushFrameSizes, RefusingBounds, RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..rpc.slice_scheduler import GRPC_SECONDS

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 from ...tiers.base import BlockBytes, Entry, NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
-from ...tiers.core.secondary import Name
+from ...tiers.core.presence_cache import Name
 from ...tiers.storage.fsck import Checkable
 from ...tiers.storage.health import TierHealth
 from ...tiers.types import NAMESPACE_BYTES

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ...tiers.base import BlockBytes, Outcome, SecondaryTier, TierError
-from ...tiers.core.secondary import Name
+from ...tiers.core.presence_cache import Name
 from ...tiers.types import tenant_of
 from ..telemetry.logs import get_logger
 from ..telemetry.metrics import JobObserver

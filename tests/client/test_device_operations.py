@@ -15,7 +15,7 @@ from kvtier.client.errors import DeadlineExceeded, DeviceUnavailable, InvalidReq
 from kvtier.client.operations import devices
 from kvtier.client.results import KeyStatus, StoreStatus
 from kvtier.client.session.session import ClientSession
-from kvtier.cuda.device.driver import HANDLE_BYTES
+from kvtier.cuda.device.driver_contract import HANDLE_BYTES
 from kvtier.cuda.device.exports import DeviceExport, ExportedAllocation, Origin
 from kvtier.cuda.device.layout import BlockLayout, LayoutRun
 from kvtier.protos.v1 import cache_pb2, common_pb2, devices_pb2, session_pb2, transfer_pb2

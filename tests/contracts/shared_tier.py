@@ -35,7 +35,7 @@ from contracts.tier import (
 from harness.polling import wait_until
 
 from kvtier.tiers.base import BlockBytes, Medium, NamespaceId, Outcome, RequestInfo, SecondaryTier
-from kvtier.tiers.remote.limits import PROBE_SECONDS
+from kvtier.tiers.remote.circuit_breaker import PROBE_SECONDS
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.value_codec import name_of
 

@@ -160,7 +160,7 @@ SERVER_FAULTS = (
     ),
     Fault(
         "the slots of a process that mapped the region are not freed",
-        "server/rpc/attach.py",
+        "server/rpc/attach_socket.py",
         "        finally:\n            self._sessions.detach(hello.session_id, number)\n",
         "        finally:\n            pass\n",
     ),
@@ -178,7 +178,7 @@ SERVER_FAULTS = (
     ),
     Fault(
         "other users may attach",
-        "server/rpc/attach.py",
+        "server/rpc/attach_socket.py",
         "return _credentials_of(connection)[1] in (0, os.getuid())",
         "return True",
     ),

@@ -16,8 +16,9 @@ from .leases import RunningLookup
 from .miss_explainer import LookupMatch
 from .pin_budget import PinBudget
 from .prefetches import PrefetchBudget
+from .presence_cache import Presence
 from .room_queue import RoomQueue
-from .secondary import Presence, SecondaryTierState
+from .secondary import SecondaryTierState
 from .tier_jobs import TierJobs
 
 __all__ = ["LookupRoom"]

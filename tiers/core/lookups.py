@@ -23,8 +23,8 @@ from .miss_explainer import LookupMatch, MissExplainer
 from .operations import Operation
 from .pin_budget import PinBudget
 from .prefetches import PrefetchAnswer, PrefetchProgress
+from .presence_cache import Presence
 from .room_queue import RoomQueue
-from .secondary import Presence
 from .sliced_work import UnpinQueue
 from .tier_jobs import TierJobs
 

@@ -14,7 +14,8 @@ from ..types import EngineSession, JobId
 from .commands import Change, Command, LookupInTier
 from .cpu_tier import CpuTier
 from .operations import Operation
-from .secondary import Name, Presence, SecondaryTierState
+from .presence_cache import Name, Presence
+from .secondary import SecondaryTierState
 
 __all__ = ["ResidencyIndex", "SharedTierQueries"]
 

@@ -1,162 +1,27 @@
-"""State of one secondary tier in the core: catalog, write-back queue, presence cache, counters."""
+"""State of one secondary tier in the core: catalog, write-back queue, counters."""
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Generic, TypeVar
 
 from ..base import NamespaceId, SecondaryTier, TierFilter
 from ..eviction.admission import Admission
 from ..eviction.queues import EvictionQueues
 from ..stats.eviction_history import EvictionHistory
 from ..stats.snapshots import TierStats
-from ..types import tenant_of
 from .block import Block
 from .catalog import Catalog, CatalogEntry, EntryState, UsedElsewhere
 from .event_log import EventLog
+from .presence_cache import Name, Presence, PresenceCache
 from .requests import Request
 
-__all__ = ["Name", "Presence", "PresenceCache", "SecondaryTierState"]
+__all__ = ["SecondaryTierState"]
 
-Name = tuple[NamespaceId, bytes]
-T = TypeVar("T")
-
-VALID_SECONDS = 10.0
-"""How long a positive answer is used. If the store drops the block during this time, a load reports
-the block as missing. A negative answer is used until the next tick, which is at most a second, so
-that blocks of other servers are found soon."""
-
-LACKED_TICKS = 10
-"""A tier that lacked a block this number of ticks ago does not delay the hit of a later tier."""
-LATE_TICKS = 2
-"""A query that has no answer after this number of ticks, one to two seconds, does not either."""
-MAX_ANSWERS = 1 << 16
-"""Limit of the cached positive answers of all tenants, and of the negative ones."""
 GATHER_SECONDS = 2.0
 """Limit of the time that a queue waits for more blocks (see `SecondaryTier.gather_bytes`)."""
-
-
-class _Answers(Generic[T]):
-    """Answers by the name of their block, oldest first.
-
-    Beyond `MAX_ANSWERS` it drops the oldest answer of the tenant with most, so that the lookups of
-    one tenant drop no answers for others.
-    """
-
-    def __init__(self) -> None:
-        self._of_tenant: dict[bytes, dict[Name, T]] = {}
-        self._count = 0
-        self._largest: dict[Name, T] = {}
-
-    def get(self, name: Name) -> T | None:
-        own = self._of_tenant.get(tenant_of(name[0]))
-        return None if own is None else own.get(name)
-
-    def set(self, name: Name, answer: T) -> None:
-        own = self._of_tenant.setdefault(tenant_of(name[0]), {})
-        self._count += own.pop(name, None) is None
-        own[name] = answer
-        if len(own) > len(self._largest):
-            self._largest = own
-        if self._count > MAX_ANSWERS:
-            del self._largest[next(iter(self._largest))]
-            self._count -= 1
-
-    def forget(self, name: Name) -> None:
-        own = self._of_tenant.get(tenant_of(name[0]))
-        if own is not None and own.pop(name, None) is not None:
-            self._count -= 1
-
-    def drop_while(self, is_old: Callable[[T], bool]) -> None:
-        """Drops old answers, from the oldest one on."""
-        for tenant, own in list(self._of_tenant.items()):
-            while own and is_old(own[name := next(iter(own))]):
-                del own[name]
-                self._count -= 1
-            if not own:
-                del self._of_tenant[tenant]
-        self._largest = max(self._of_tenant.values(), key=len, default={})
-
-
-class PresenceCache:
-    """Answers of one shared tier to the question whether it has a block, kept for a short time."""
-
-    def __init__(self) -> None:
-        self._present = _Answers[float]()
-        """Time of the answer for each block that the tier has."""
-        self._absent = _Answers[int]()
-        """Tick of the answer for each block that the tier lacked."""
-        self._asked: dict[Name, int] = {}
-        """Tick of each query without an answer."""
-        self._to_ask: list[Name] = []
-        self._ticks = 0
-
-    def get(self, name: Name) -> bool | None:
-        """Returns the cached answer. Without an answer, queues a query and returns None."""
-        if name in self:
-            return True
-        if self._absent.get(name) == self._ticks:
-            return False
-        if name not in self._asked:
-            self._asked[name] = self._ticks
-            self._to_ask.append(name)
-        return None
-
-    def must_wait(self, name: Name) -> bool:
-        """Returns whether the answer to a query may change which tier a block comes from.
-
-        It may not if the tier lacked the block a short time ago, or is late with the answer.
-        """
-        asked = self._asked.get(name)
-        return self._absent.get(name) is None and asked is not None and self._ticks - asked < LATE_TICKS
-
-    def __contains__(self, name: Name) -> bool:
-        """Returns whether the last answer is that the tier has the block. Queues no query."""
-        return self._present.get(name) is not None
-
-    def take_queries(self) -> list[Name]:
-        new, self._to_ask = self._to_ask, []
-        return new
-
-    def record_answers(self, names: Sequence[Name], answers: Sequence[bool], now: float) -> None:
-        """Records answers in the order of the names. A missing answer counts as absent."""
-        for number, name in enumerate(names):
-            self._asked.pop(name, None)
-            self.set(name, there=number < len(answers) and answers[number] is True, now=now)
-
-    def set(self, name: Name, *, there: bool, now: float) -> None:
-        self.forget(name)
-        if there:
-            self._present.set(name, now)
-        else:
-            self._absent.set(name, self._ticks)
-
-    def forget(self, name: Name) -> None:
-        self._present.forget(name)
-        self._absent.forget(name)
-
-    def tick(self, now: float) -> None:
-        self._ticks += 1
-        self._absent.drop_while(lambda tick: self._ticks - tick >= LACKED_TICKS)
-        self._present.drop_while(lambda said_at: now - said_at >= VALID_SECONDS)
-
-
-class Presence(enum.Enum):
-    """Whether a tier, or any of several tiers, can load a block."""
-
-    HELD = enum.auto()
-    ABSENT = enum.auto()
-    EXCLUDED = enum.auto()
-    """The block is present, but the lookup excludes the tier."""
-    UNKNOWN = enum.auto()
-    """The core must first ask the shared tier whether it has the block."""
-    STALLED = enum.auto()
-    """The block is present but cannot be loaded now: the tier is stalled, or still runs an earlier
-    load of the block that was given up."""
 
 
 class SecondaryTierState:

@@ -19,9 +19,10 @@ from .catalog import CatalogEntry, EntryState, UsedElsewhere
 from .commands import Command, LoadFromTier, RemoveFromTier, StoreInTier
 from .cpu_tier import CpuTier
 from .event_log import EventLog
+from .presence_cache import Name
 from .requests import Request
 from .residency import ResidencyIndex
-from .secondary import Name, SecondaryTierState
+from .secondary import SecondaryTierState
 from .settings import TierSettings
 
 __all__ = ["FinishedJob", "JobKind", "StallChange", "TierJobs"]

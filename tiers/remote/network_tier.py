@@ -15,7 +15,8 @@ from urllib.parse import SplitResult, urlsplit
 from ..base import BlockBytes, Entry, Medium, NamespaceId, RequestInfo, SecondaryTier, TierError, Vote
 from ..negotiation import vote
 from ..storage.health import TierHealth
-from .limits import ByteBudget, CircuitBreaker
+from .circuit_breaker import CircuitBreaker
+from .limits import ByteBudget
 from .object_store import NotAskedError, StoreUnavailableError
 from .value_codec import ValueCodec, is_name
 

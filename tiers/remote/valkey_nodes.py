@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ..base import TierError
+from .circuit_breaker import CircuitBreaker
 from .dialing import ServerAddress, is_local
-from .limits import CircuitBreaker
 from .object_store import StoreRefusedError, StoreUnavailableError
 from .resp import Answer, command
 from .valkey_store import ValkeyStore

@@ -15,7 +15,7 @@ from harness.polling import wait_until
 
 from kvtier.cuda.device.copies import CopyDirection, EngineBlocks
 from kvtier.cuda.device.device_errors import Cause, DeviceError
-from kvtier.cuda.device.driver import EventId, StreamId
+from kvtier.cuda.device.driver_contract import EventId, StreamId
 from kvtier.cuda.device.handles import OpenHandles
 from kvtier.cuda.device.layout import LayoutError
 from kvtier.cuda.host.region import HostRegion

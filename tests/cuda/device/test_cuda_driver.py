@@ -12,7 +12,7 @@ from devices.backends import GpuBackend, make_backend
 
 from kvtier.cuda.device.cuda_driver import CudaDriver
 from kvtier.cuda.device.device_errors import Cause, DeviceError
-from kvtier.cuda.device.driver import MemoryKind
+from kvtier.cuda.device.driver_contract import MemoryKind
 from kvtier.cuda.host.pinning import PIN_CHUNK_BYTES, PinError, Pinning
 from kvtier.cuda.host.region import PAGE_BYTES, HostRegion
 

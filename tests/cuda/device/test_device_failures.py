@@ -18,7 +18,7 @@ from harness.polling import wait_until
 
 from kvtier.cuda.device.copies import CopyDirection, EngineBlocks
 from kvtier.cuda.device.device_errors import Cause, CopyCancelled, DeviceError
-from kvtier.cuda.device.driver import StreamId
+from kvtier.cuda.device.driver_contract import StreamId
 from kvtier.cuda.device.handles import OpenHandles
 from kvtier.cuda.host.region import HostRegion
 

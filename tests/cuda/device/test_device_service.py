@@ -18,7 +18,7 @@ from harness.polling import wait_until
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import AsyncClient, Client, DeviceUnavailable, KeyStatus, KvBuffers, LeaseLost, StoreStatus, Timeouts
-from kvtier.cuda.device.driver import MemoryKind
+from kvtier.cuda.device.driver_contract import MemoryKind
 from kvtier.cuda.testing.host_driver import HostDriver
 
 KEYS = keys_of(BLOCKS)

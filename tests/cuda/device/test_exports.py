@@ -17,7 +17,7 @@ from devices.engine import Engine
 from devices.kv import LAYOUTS, Kv
 
 from kvtier.cuda.device.device_errors import Cause, DeviceError
-from kvtier.cuda.device.driver import HANDLE_BYTES, MemoryKind
+from kvtier.cuda.device.driver_contract import HANDLE_BYTES, MemoryKind
 from kvtier.cuda.device.exports import DeviceExport, ExportedAllocation, Origin, export_blocks, likely_cause, obstacle
 from kvtier.cuda.device.handles import OpenHandles
 from kvtier.cuda.device.layout import BlockLayout, LayoutRun

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from devices import fake_cuda
 from kvtier.cuda.device.cuda_driver import CudaDriver
 from kvtier.cuda.device.device_errors import Cause, DeviceError
-from kvtier.cuda.device.driver import Driver, StreamId
+from kvtier.cuda.device.driver_contract import Driver, StreamId
 from kvtier.cuda.testing.host_driver import HostDriver
 
 __all__ = ["Backend", "GpuBackend", "HostBackend", "make_backend"]

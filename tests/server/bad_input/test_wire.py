@@ -13,7 +13,7 @@ from harness.raw import RawSocket, attach_reply, hello_of
 from harness.server_process import MIB
 
 from kvtier.protos.wire.socket_frames import HELLO_BYTES, Purpose
-from kvtier.server.rpc.attach import _HANDSHAKE_SECONDS
+from kvtier.server.rpc.attach_socket import _HANDSHAKE_SECONDS
 
 
 def path_of(method: str) -> str:

@@ -18,7 +18,7 @@ from kvtier.server.bulk.streams import StreamServer
 from kvtier.server.bulk.supervisor import BulkProcess
 from kvtier.server.config.schema import LimitConfig
 from kvtier.server.process.child_main import Channel
-from kvtier.server.rpc.attach import AttachServer
+from kvtier.server.rpc.attach_socket import AttachServer
 from kvtier.server.telemetry.downgrades import Downgrades
 
 FULL = OSError(24, "Too many open files")

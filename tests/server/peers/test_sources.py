@@ -31,7 +31,7 @@ from kvtier.server.peers import sources
 from kvtier.server.peers.link import PeerLease
 from kvtier.server.peers.peer_tier import PeerTier
 from kvtier.tiers import base
-from kvtier.tiers.remote.limits import CircuitBreaker
+from kvtier.tiers.remote.circuit_breaker import CircuitBreaker
 from kvtier.tiers.types import tenant_of
 
 PART = 16 << 10

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.protos.wire.socket_frames import Purpose, pack_hello
-from kvtier.server.rpc.attach import AttachServer, _Handshake
+from kvtier.server.rpc.attach_socket import AttachServer, _Handshake
 from kvtier.server.rpc.slice_scheduler import SliceScheduler
 
 HELLO = pack_hello(Purpose.CALLS, bytes(16), 1, 0)

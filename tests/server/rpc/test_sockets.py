@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvtier.protos.endpoint import Endpoint
-from kvtier.server.rpc import attach
+from kvtier.server.rpc import attach_socket
 from kvtier.server.rpc.sockets import SocketClaim, SocketError
 
 CLAIM_AND_WAIT = """
@@ -133,5 +133,5 @@ def test_only_root_and_the_user_of_the_server_may_attach(monkeypatch: pytest.Mon
     def peer(uid: int) -> Any:
         return SimpleNamespace(getsockopt=lambda *_: struct.pack("3i", 1, uid, 1))
 
-    monkeypatch.setattr(attach.os, "getuid", lambda: 1000)  # type: ignore[attr-defined]
-    assert [attach._is_ours(peer(uid)) for uid in (0, 1000, 1001)] == [True, True, False]
+    monkeypatch.setattr(attach_socket.os, "getuid", lambda: 1000)  # type: ignore[attr-defined]
+    assert [attach_socket._is_ours(peer(uid)) for uid in (0, 1000, 1001)] == [True, True, False]

@@ -8,7 +8,7 @@ from harness.operations import Steps, run_to_end
 from simulation import ModelTier
 
 from kvtier.tiers.base import Medium, NamespaceId, Outcome, TierFilter
-from kvtier.tiers.core import secondary
+from kvtier.tiers.core import presence_cache
 from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import Change, LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.errors import InvalidItem
@@ -363,8 +363,8 @@ def test_a_block_of_an_earlier_tier_causes_no_query() -> None:
 
 def test_lookups_of_a_tenant_drop_no_answers_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit the tenant with most answers loses its oldest one."""
-    monkeypatch.setattr(secondary, "MAX_ANSWERS", 8)
-    cache = secondary.PresenceCache()
+    monkeypatch.setattr(presence_cache, "MAX_ANSWERS", 8)
+    cache = presence_cache.PresenceCache()
     alice, bob = NamespaceId(b"a" * 32), NamespaceId(b"b" * 32)
     for there in (True, False):
         for key in keys(0, 1, 2):

@@ -10,15 +10,8 @@ from contracts.shared_tier_in_memory import SharedTierInMemory, memory_tier
 from contracts.tier import CORRUPT, DONE, SPACE, content, empty, full, key
 from harness.memory_store import MemoryStore, StoreClient
 
-from kvtier.tiers.remote.limits import (
-    FAILURES,
-    MAX_AVOIDED,
-    MAX_PROBE_SECONDS,
-    PROBE_SECONDS,
-    AvoidedNames,
-    ByteBudget,
-    CircuitBreaker,
-)
+from kvtier.tiers.remote.circuit_breaker import FAILURES, MAX_PROBE_SECONDS, PROBE_SECONDS, CircuitBreaker
+from kvtier.tiers.remote.limits import MAX_AVOIDED, AvoidedNames, ByteBudget
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.remote_tier import RemoteTier
 from kvtier.tiers.remote.value_codec import name_of

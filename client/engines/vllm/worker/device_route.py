@@ -15,7 +15,7 @@ import torch
 
 from .....cuda.device.cuda_driver import CudaDriver
 from .....cuda.device.device_errors import DeviceError
-from .....cuda.device.driver import Driver, StreamId
+from .....cuda.device.driver_contract import Driver, StreamId
 from .....cuda.device.layout import BlockLayout, LayoutError, LayoutRun
 from .... import Client, DeviceUnavailable, InvalidRequest, KvBuffers, KVTierError, Mark
 from ..background import RateLimitedLog

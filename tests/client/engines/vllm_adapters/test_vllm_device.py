@@ -32,7 +32,7 @@ from kvtier.client.engines.vllm.worker.device_route import DeviceRoute, StepMark
 from kvtier.client.engines.vllm.worker.reports import WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.offload import BlockRead, LoadJob, SaveJob
-from kvtier.cuda.device.driver import MemoryKind, StreamId
+from kvtier.cuda.device.driver_contract import MemoryKind, StreamId
 from kvtier.cuda.testing.host_driver import HostDriver
 
 BLOCKS = 8

@@ -13,7 +13,7 @@ from devices.kv import LAYOUTS, Kv
 from harness.polling import wait_until
 
 from kvtier.cuda.device.device_errors import Cause, DeviceError
-from kvtier.cuda.device.driver import HANDLE_BYTES, MemoryKind
+from kvtier.cuda.device.driver_contract import HANDLE_BYTES, MemoryKind
 from kvtier.cuda.host.region import PAGE_BYTES, HostRegion
 
 StartEngine = Callable[[Kv], Engine]
