@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
+import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
+from types import FrameType
 
 from ..cuda.host.memory import tune_malloc
 from .config.machine import max_grpc_connections
 from .config.schema import Config
 from .drain import Drain
 from .process.gc_tuning import FullCollector, HeapTrimmer, disable_full_gc
-from .process.signals import handle_signals
 from .process.systemd import ServiceManager
 from .rpc.grpc_connections import GrpcConnections
 from .rpc.sessions import SessionRegistry
@@ -50,6 +52,8 @@ _log = get_logger(__name__)
 
 _GRACE_SECONDS = 1.0
 _WATCH_SECONDS = 1.0
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+_UNUSED = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def serve(config: Config, downgrades: Downgrades | None = None) -> int:
@@ -73,7 +77,7 @@ def serve(config: Config, downgrades: Downgrades | None = None) -> int:
 
 async def _serve(config: Config, downgrades: Downgrades | None) -> int:
     stop = asyncio.Event()
-    with handle_signals(asyncio.get_running_loop(), stop):
+    with _handle_signals(asyncio.get_running_loop(), stop):
         server = Server(config, stop.set, downgrades)
         manager = ServiceManager(server.downgrades)
         abandon = asyncio.get_running_loop().create_task(_abandon_start(server, stop))
@@ -95,6 +99,63 @@ async def _serve(config: Config, downgrades: Downgrades | None) -> int:
 async def _abandon_start(server: Server, stop: asyncio.Event) -> None:
     await stop.wait()
     server.abandon_start()
+
+
+@contextlib.contextmanager
+def _handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Iterator[None]:
+    """Handles the signals. The first that ends the server sets `stop`.
+
+    The handlers stay until the process has ended. In the context each signal wakes the loop.
+
+    Children block the signals (`tiers.storage.service_signals`). SIGHUP is ignored if it was
+    ignored before the start, as by `nohup`.
+
+    `loop.add_signal_handler` would restore the default action when the loop closes, and a further
+    signal would then kill the process before it has returned its exit code.
+
+    A handler runs only when the main thread executes Python code. If a signal arrives just before
+    the thread waits for events, only a byte on a socket that the loop reads ends the wait.
+    """
+
+    def on_ending(number: int) -> None:
+        if not stop.is_set():
+            _log.info("the server ends because of a signal", signal=signal.Signals(number).name)
+            stop.set()
+
+    def on_unused(number: int) -> None:
+        _log.warning("a signal without a meaning for the server is ignored", signal=signal.Signals(number).name)
+
+    wakes, wake = socket.socketpair()
+    with wakes, wake:
+        for end in (wakes, wake):
+            end.setblocking(False)
+        loop.add_reader(wakes, wakes.recv, 4096)
+        before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        try:
+            for numbers, callback in ((_ENDING, on_ending), (_UNUSED, on_unused)):
+                for number in numbers:
+                    if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                        signal.signal(number, _deferring(loop, callback))
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            loop.remove_reader(wakes)
+
+
+def _deferring(
+    loop: asyncio.AbstractEventLoop, callback: Callable[[int], object]
+) -> Callable[[int, FrameType | None], None]:
+    """Returns a handler that runs `callback` on the loop.
+
+    A handler interrupts the main thread anywhere, so it must not log: the thread may hold the lock
+    of the log's queue.
+    """
+
+    def handle(number: int, _: FrameType | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
+            loop.call_soon_threadsafe(callback, number)
+
+    return handle
 
 
 class Server:

@@ -25,11 +25,11 @@ SLICE = 128
 _STORE_COST = 2
 """To end a store takes as long as this number of leases."""
 _PENDING_ITEMS = 16
-"""So many pending items take as long as a lease."""
+"""Number of pending items that take as long as a lease."""
 REQUEST_SLICE = 32
 """Number of requests that a slice ends: 1 to 2 ms."""
 _AWAITED_BLOCKS = 64
-"""So many awaited blocks take as long as a request."""
+"""Number of awaited blocks that take as long as a request."""
 
 
 class Endings:

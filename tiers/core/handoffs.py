@@ -32,8 +32,7 @@ from .claims import ClaimHandler
 from .commands import Command, HoldChanged
 from .cpu_tier import CpuTier
 from .handoff_log import HandoffLog
-from .hold_pins import HoldPins
-from .holds import Hold, HoldClaim, HoldTable, SlicedPublication
+from .holds import Hold, HoldClaim, HoldPins, HoldTable, SlicedPublication
 from .in_flight_stores import STORE_SLICE
 from .lookups import LookupHandler
 from .operations import Operation
@@ -336,7 +335,7 @@ class HandoffHandler:
         return True
 
     def tick(self, now: float) -> None:
-        """Ends expired holds, in slices. Checks all holds: they are not sorted by expiry (B2.19)."""
+        """Ends expired holds, in slices. Checks all, as they are not sorted by expiry (B2.19)."""
         expired = [hold for hold in self._table if hold.expires_at <= now and not hold.is_over]
         for hold in expired:
             hold.is_over = True

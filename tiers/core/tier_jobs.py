@@ -29,7 +29,6 @@ __all__ = ["FinishedJob", "JobKind", "StallChange", "TierJobs"]
 
 JOB_BYTES = 32 << 20
 """Size limit of a job: large enough for efficient transactions, small enough for quick results."""
-
 JOB_BLOCKS = 1024
 """Limit of the blocks of a job. The event loop ends a job, and begins the next one, in one piece:
 4 µs per block."""

@@ -687,7 +687,7 @@ def test_a_sparse_change_that_torch_does_not_count_can_be_declared(model: Any, c
 
 
 def test_a_declared_change_also_makes_earlier_states_unknown(model: Any, cache: KVTierCache) -> None:
-    """The declared change is in the weights of the earlier states too, for example below an adapter."""
+    """The earlier states have the declared change too, for example the one without an adapter."""
     _kept(cache)
     scaling = model.model.layers[0].self_attn.scaling
     model.model.layers[0].self_attn.scaling = scaling * 2

@@ -8,8 +8,7 @@ from simulation import ModelTier
 
 from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import HoldChanged
-from kvtier.tiers.core.hold_pins import _UNPIN_COST
-from kvtier.tiers.core.holds import Hold
+from kvtier.tiers.core.holds import _UNPIN_COST, Hold
 from kvtier.tiers.types import PublishStatus
 
 NAMES = keys(*range(12))

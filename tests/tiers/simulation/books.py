@@ -29,7 +29,7 @@ def books(core: TierManager, core_view: CoreView) -> Iterator[tuple[str, Any, An
 def _awaited(
     items: Sequence[Block | None], kept: dict[Block, list[int]], late: Collection[Block]
 ) -> dict[Block, list[int]]:
-    """Returns the awaited items by block: those that are not ready, or that no slice has settled."""
+    """Returns the awaited items by block: not ready ones, and those that no slice has settled."""
     found: dict[Block, list[int]] = {}
     for item, block in enumerate(items):
         if block is not None and (not block.ready or (block in late and item in kept.get(block, ()))):

@@ -476,7 +476,7 @@ MUTANTS = (
     Mutant(
         "shared blocks are unpinned with the first hold",
         Invariant.PINS,
-        "core/hold_pins.py",
+        "core/holds.py",
         "        self._cpu_tier.unpin(blocks)\n",
         "        for block in blocks:\n            block.pins = 1\n            self._cpu_tier.unpin([block])\n",
     ),
@@ -511,7 +511,7 @@ MUTANTS = (
     Mutant(
         "released blocks are in no eviction queue",
         Invariant.LINE,
-        "core/hold_pins.py",
+        "core/holds.py",
         "        self._cpu_tier.queues.unprotect(block for block in blocks if block not in self._counts)\n",
         "",
     ),
@@ -525,7 +525,7 @@ MUTANTS = (
     Mutant(
         "blocks of two holds count twice",
         Invariant.HELD,
-        "core/hold_pins.py",
+        "core/holds.py",
         "            if block not in self._counts:\n                self.budget(block).used += block.allocated_bytes\n",
         "            self.budget(block).used += block.allocated_bytes\n            if block not in self._counts:\n",
     ),
@@ -574,7 +574,7 @@ MUTANTS = (
     Mutant(
         "partial blocks outlive their hold",
         Invariant.PRIVATE,
-        "core/hold_pins.py",
+        "core/holds.py",
         "                block.evict_on_unpin = block.hold_only\n",
         "                block.evict_on_unpin = False\n",
     ),
