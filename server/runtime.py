@@ -32,6 +32,7 @@ from ..tiers.core.commands import (
     LoadFromTier,
     LookupInTier,
     RemoveFromTier,
+    RequestsSettled,
     RoomOffered,
     StoreInTier,
     Waiter,
@@ -122,7 +123,8 @@ class TierRuntime:
         """Ends the copies from the slots of a lease. Set by the owner of these copies."""
         self._finished: deque[tuple[TierWorker, JobId, Sequence[Outcome]]] = deque()
         """Ended jobs that the core has not processed."""
-        self._changed = asyncio.Event()
+        self.next_change = asyncio.Event()
+        """Event that the next call of `notify_change` sets."""
         self._closing = threading.Event()
         self._backing_error: str | None = None
         self._backing: threading.Thread | None = None
@@ -187,23 +189,18 @@ class TierRuntime:
             if not waiting:
                 self._waiting.pop(name, None)
 
-    @property
-    def next_change(self) -> asyncio.Event:
-        """Event that the next call of `notify_change` sets."""
-        return self._changed
-
     async def wait_for_change(self, seconds: float, change: asyncio.Event | None = None) -> None:
         """Waits, at most `seconds`, until `notify_change` is called, for example after a tick.
 
         `change` is an earlier `next_change`. If it is set meanwhile, the call returns at once.
         """
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for((change or self._changed).wait(), seconds)
+            await asyncio.wait_for((change or self.next_change).wait(), seconds)
 
     def notify_change(self) -> None:
         """Wakes the callers of `wait_for_change`."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.next_change.set()
+        self.next_change = asyncio.Event()
 
     async def drain(self, seconds: float) -> bool:
         """Waits, at most `seconds`, until stores in flight end and blocks are written to the tiers.
@@ -321,6 +318,8 @@ class TierRuntime:
                 woken.update(self._waiting.pop(name, {}))
             case EndReaders(lease_id):
                 self.end_readers(lease_id)
+            case RequestsSettled():
+                self.notify_change()
             case ContinueWork():
                 self._schedule_slice()
 

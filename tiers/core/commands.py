@@ -20,6 +20,7 @@ __all__ = [
     "LoadFromTier",
     "LookupInTier",
     "RemoveFromTier",
+    "RequestsSettled",
     "RoomOffered",
     "StoreInTier",
     "Waiter",
@@ -66,6 +67,11 @@ class LeaseSettled:
     """A lease has no pending block any more: the server can answer a client that waits for it."""
 
     lease_id: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsSettled:
+    """Slices have told requests of blocks: calls that wait for the end of requests look again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,7 @@ Command = (
     | LookupInTier
     | RemoveFromTier
     | LeaseSettled
+    | RequestsSettled
     | EndReaders
     | HoldChanged
     | EventsRecorded

@@ -8,17 +8,18 @@ from functools import partial
 
 from ..base import NamespaceId, Outcome
 from ..stats.eviction_history import EvictionHistory
-from ..types import DurableStatus, JobId, MissReason
+from ..types import DurableStatus, JobId, MissReason, tenant_of
 from .block import Block
-from .commands import Change, Command, LeaseSettled
+from .commands import Change, Command, LeaseSettled, RequestsSettled
 from .cpu_tier import CpuTier
 from .handoffs import HandoffHandler
 from .leases import BlockLease
 from .lookups import LookupHandler
 from .operations import Operation
 from .requests import Request, RequestTable
+from .sliced_work import IncrementalWork
 from .tier_jobs import JobKind, TierJobs
-from .waiters import SETTLE_SLICE
+from .waiters import settle_in_slices
 
 __all__ = ["CompletionHandler", "Durability"]
 
@@ -139,10 +140,9 @@ class CompletionHandler:
         handoffs: HandoffHandler,
         history: EvictionHistory,
         commands: list[Command],
-        perform: Callable[[Operation[None]], None],
+        work: IncrementalWork,
     ) -> None:
-        """`perform` performs an operation that no call waits for."""
-        self._perform = perform
+        self._work = work
         self._cpu_tier = cpu_tier
         self._tier_jobs = tier_jobs
         self._requests = requests
@@ -154,25 +154,44 @@ class CompletionHandler:
     def settle(self, blocks: Sequence[Block]) -> None:
         """Notifies leases, holds and requests that wait for those blocks that are not pending.
 
-        The first slice runs now. In the others, a block that is pending again is left to its next
-        end.
+        The first slice runs now, the others run later.
         """
-        if awaited := [block for block in blocks if self._is_awaited(block)]:  # usually none
-            self._perform(self._settle(awaited))
+        for tenant, operation in self._settling(blocks):
+            self._work.perform(operation, tenant)
+
+    def settle_later(self, blocks: Sequence[Block]) -> None:
+        """As `settle`, but the first slice runs later, too: thousands of stores can end at once."""
+        for tenant, operation in self._settling(blocks):
+            self._work.perform_later(operation, tenant)
+
+    def _settling(self, blocks: Sequence[Block]) -> Iterator[tuple[bytes, Operation[None]]]:
+        """Yields an operation for each tenant that waits for blocks."""
+        found: dict[bytes, list[Block]] = {}
+        for block in blocks:
+            if self._is_awaited(block):  # usually not
+                found.setdefault(tenant_of(block.namespace), []).append(block)
+        for tenant, awaited in found.items():
+            kept = [block for block in awaited if block in self._requests.waiters]
+            for block in kept:  # requests do not pin the blocks that they wait for
+                block.pins += 1
+            yield tenant, self._settle(awaited, kept)
 
     def _is_awaited(self, block: Block) -> bool:
         return (
             block in self._lookups.leases.waiters or self._handoffs.is_awaited(block) or block in self._requests.waiters
         )
 
-    def _settle(self, blocks: Sequence[Block]) -> Operation[None]:
-        room = SETTLE_SLICE
-        for settle, block in self._waits_for(blocks):
-            while not block.pending and (cost := settle(room)):
-                room -= cost
-                if room <= 0:
-                    yield None
-                    room = SETTLE_SLICE
+    def _settle(self, blocks: Sequence[Block], kept: Sequence[Block]) -> Operation[None]:
+        """`kept`: blocks that are pinned until the operation ends."""
+        slices = 0
+        try:
+            for _ in settle_in_slices(self._waits_for(blocks)):
+                slices += 1
+                yield None
+        finally:
+            self._cpu_tier.unpin(kept)
+            if slices and kept:
+                self._commands.append(RequestsSettled())
 
     def _waits_for(self, blocks: Sequence[Block]) -> Iterator[tuple[Callable[[int], int], Block]]:
         """Yields, per lease, hold or request and block, what settles a number of its items."""
@@ -193,7 +212,7 @@ class CompletionHandler:
     def _settle_request(self, request: Request, block: Block, _most: int) -> int:
         if not self._requests.settle(request, block):
             return 0
-        if block.ready:
+        if block.ready and not block.invalidated:  # a reset can come between two slices
             self._tier_jobs.cascade_for(request, [block])
         else:
             request.incomplete += 1

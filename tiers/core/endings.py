@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ..types import EngineSession, StoreId
+from ..types import EngineSession, StoreId, tenant_of
 from .commands import Command, LeaseSettled
 from .in_flight_stores import Store
 from .leases import BlockLease
@@ -41,7 +41,7 @@ class Endings:
         stores: StoreHandler,
         requests: RequestTable,
         commands: list[Command],
-        perform: Callable[[Operation[None]], None],
+        perform: Callable[[Operation[None], bytes], None],
     ) -> None:
         """`sessions`: the open ones. `perform` performs an operation that no call waits for."""
         self._sessions = sessions
@@ -61,8 +61,9 @@ class Endings:
         self.sessions[session.id] = session
         leases, stores = self._lookups.leases.of_session(session.id), self._stores.table.owned_by(session.id)
         self._close(leases, stores)
-        self._perform(self._end_session(session, leases, stores))
-        self._perform(self._end_requests(session))  # may raise, if a tier does
+        tenant = tenant_of(session.namespace.id)
+        self._perform(self._end_session(session, leases, stores), tenant)
+        self._perform(self._end_requests(session), tenant)  # may raise, if a tier does
 
     def expire(self, leases: Sequence[BlockLease], stores: Sequence[Store]) -> None:
         """Ends open leases and stores without their clients."""
@@ -70,17 +71,20 @@ class Endings:
         self.expired_stores += len(stores)
         self._close(leases, stores)
         if leases or stores:
-            self._perform(self._expire(leases, stores))
+            self._perform(self._expire(leases, stores), b"")
 
     def end_leases(self, leases: Sequence[BlockLease]) -> None:
         self._close(leases, ())
-        self._perform(self._end_leases(leases))
+        for lease in leases[:1]:
+            self._perform(self._end_leases(leases), tenant_of(lease.owner.engine[0]))
 
     def writer_gone(self, session_id: bytes, writer: int) -> None:
         """Called when a writer connection of a session has ended."""
+        tenant = b""
         if (session := self._session(session_id)) is not None:
             session.writers.discard(writer)
-        self._perform(self._lift_quarantine(writer))
+            tenant = tenant_of(session.namespace.id)
+        self._perform(self._lift_quarantine(writer), tenant)
 
     def writer_done(self, session: EngineSession, store_id: StoreId) -> None:
         """Called when a client completes an ended store."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ..base import NamespaceId
 from ..errors import HoldExpired, HoldNotFound, InvalidItem
@@ -34,11 +35,12 @@ from .cpu_tier import CpuTier
 from .handoff_log import HandoffLog
 from .holds import Hold, HoldClaim, HoldPins, HoldTable, SlicedPublication
 from .in_flight_stores import STORE_SLICE
+from .leases import PENDING_COST
 from .lookups import LookupHandler
 from .operations import Operation
 from .settings import TierSettings
 from .sliced_work import UnpinQueue
-from .waiters import SETTLE_SLICE
+from .waiters import settle_in_slices
 
 __all__ = ["EXPIRY_MARGIN_SECONDS", "HandoffHandler"]
 
@@ -76,7 +78,7 @@ class HandoffHandler:
         commands: list[Command],
         log: HandoffLog,
         unpins: UnpinQueue,
-        perform: Callable[[Operation[None]], None],
+        perform: Callable[[Operation[None], bytes], None],
     ) -> None:
         """`perform` performs an operation that no call waits for."""
         self._cpu_tier = cpu_tier
@@ -340,7 +342,7 @@ class HandoffHandler:
         for hold in expired:
             hold.is_over = True
         if expired:
-            self._perform(self._expire(expired, now))
+            self._perform(self._expire(expired, now), b"")
 
     def _expire(self, holds: Sequence[Hold], now: float) -> Operation[None]:
         room = _SLICE
@@ -349,7 +351,7 @@ class HandoffHandler:
                 self._unpins.start()
                 yield None
                 room = _SLICE
-            room -= 1 + len(hold.keys) // _ITEMS
+            room -= 1 + (len(hold.keys) + PENDING_COST * hold.pending) // _ITEMS
             if self._table.get(hold.name) is hold:
                 self._end(hold, HoldEnd.EXPIRED, now)
         self._unpins.start()
@@ -381,18 +383,13 @@ class HandoffHandler:
         for hold in orphaned:
             hold.orphaned = True
         if orphaned:
-            self._perform(self._give_up(orphaned))
+            self._perform(self._give_up(orphaned), tenant_of(engine[0]))
 
     def _give_up(self, holds: Sequence[Hold]) -> Operation[None]:
         """Gives up blocks of orphaned holds (see `Hold.orphaned`)."""
-        room = SETTLE_SLICE
-        for hold in holds:
-            for block in list(hold.awaited):
-                while not block.pending and (items := self.settle(hold, block, room)):
-                    room -= items
-                    if room <= 0:
-                        yield None
-                        room = SETTLE_SLICE
+        return settle_in_slices(
+            (partial(self.settle, hold, block), block) for hold in holds for block in list(hold.awaited)
+        )
 
     def is_awaited(self, block: Block) -> bool:
         return self._table.is_awaited(block)

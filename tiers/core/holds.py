@@ -215,21 +215,16 @@ class HoldTable:
         return block in self._waiters
 
     def awaiting(self, block: Block) -> list[Hold]:
-        """Returns the holds that no longer wait for a block whose writes have ended.
-
-        If the block is not ready, its holds normally keep it, because another client may write it
-        later. But a hold gives up such a block if a reset or a stall removed the block from the
-        index, or if the hold is orphaned.
-        """
-        holds = self._waiters.of(block)
-        return holds if block.ready or block.invalidated else [hold for hold in holds if hold.orphaned]
+        return self._waiters.of(block)
 
     def settle(self, hold: Hold, block: Block, most: int) -> int:
-        """Ends the wait of a hold for items of a block; returns their number.
+        """Ends the wait of a hold for items of a block whose writes have ended.
 
-        Gives the items up unless the block is ready.
+        Returns the number of items. If the block is not ready, the hold normally keeps it, and
+        waits, because another client may write it later. But it gives the block up if a reset or a
+        stall removed the block from the index, or if the hold is orphaned.
         """
-        if block not in hold.awaited:
+        if block not in hold.awaited or not (block.ready or block.invalidated or hold.orphaned):
             return 0
         items = take_items(hold.awaited, block, most)
         if block not in hold.awaited:

@@ -164,7 +164,7 @@ class CoreParts:
             handoffs=handoffs,
             history=self._history,
             commands=self._commands,
-            perform=self._sliced_work.perform,
+            work=self._sliced_work,
         )
         self._stores = StoreHandler(
             cpu_tier=self._cpu_tier,

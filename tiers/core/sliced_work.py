@@ -6,6 +6,7 @@ such command is outstanding.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -133,7 +134,8 @@ class IncrementalWork:
         self.unpins = UnpinQueue(self.continue_if)
         self.hold_unpins = UnpinQueue(self.continue_if)
         """Those of ended holds. A publication that lacks room waits only for these."""
-        self._operations: list[Operation[Any]] = []
+        self._operations: dict[bytes, deque[Operation[Any]]] = {}
+        """Per tenant. The tenants take turns, and so do the operations of one tenant."""
         self._commands = commands
         self.is_requested = False
         """Whether a `ContinueWork` command is outstanding."""
@@ -143,21 +145,30 @@ class IncrementalWork:
             self.is_requested = True
             self._commands.append(ContinueWork())
 
-    def perform(self, operation: Operation[Any]) -> None:
+    def perform(self, operation: Operation[Any], tenant: bytes = b"") -> None:
         """Performs an operation that no call waits for, and that waits for nothing.
 
-        The first slice runs now, the others run later.
+        The first slice runs now, the others run later. `tenant`: b"" if it is for several tenants.
         """
         try:
             next(operation)
         except StopIteration:
             return
-        self._operations.append(operation)
+        self.perform_later(operation, tenant)
+
+    def perform_later(self, operation: Operation[Any], tenant: bytes) -> None:
+        """As `perform`, but the first slice runs later, too."""
+        self._operations.setdefault(tenant, deque()).append(operation)
         self.continue_if(True)
 
     def _operation_slice(self) -> bool:
         if self._operations:
-            self.perform(self._operations.pop(0))
+            tenant = next(iter(self._operations))
+            own = self._operations.pop(tenant)
+            operation = own.popleft()
+            if own:
+                self._operations[tenant] = own
+            self.perform(operation, tenant)
         return bool(self._operations)
 
     def work(self, now: float) -> None:

@@ -295,7 +295,7 @@ class StoreHandler:
             self._record_failure(block)
             offsets.append(self._cpu_tier.detach_slot(block, store.rank))
         self.table.add_to_quarantine(store, offsets, sum(block.part_bytes for block in blocks))
-        self._completions.settle(blocks)
+        self._completions.settle_later(blocks)
         self._cpu_tier.unpin(reversed(blocks))
         if not store.blocks:
             self._end_abandoned(store)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 from .block import Block
+from .operations import Operation
 
-__all__ = ["SETTLE_SLICE", "Waiters", "take_items"]
+__all__ = ["Waiters", "settle_in_slices", "take_items"]
 
 SETTLE_SLICE = 1024
 """Number of waiting items that a slice settles: at most 2 ms."""
@@ -35,6 +36,26 @@ class Waiters(Generic[W]):
         del waiting[waiter]
         if not waiting:
             del self._by_block[block]
+
+
+def settle_in_slices(waits: Iterable[tuple[Callable[[int], int], Block]]) -> Operation[None]:
+    """Ends waits for blocks that are no longer pending, 1,024 items per slice.
+
+    `waits`: per lease, hold or request and block, a function that ends the wait of at most the
+    given number of items, and returns their number. A block that is pending again is left to its
+    next end.
+    """
+    room = SETTLE_SLICE
+    for settle, block in waits:
+        room -= 1
+        while not block.pending and (items := settle(max(1, room))):
+            room -= items
+            if room <= 0:
+                yield None
+                room = SETTLE_SLICE
+        if room <= 0:
+            yield None
+            room = SETTLE_SLICE
 
 
 def take_items(awaited: dict[Block, list[int]], block: Block, most: int) -> list[int]:

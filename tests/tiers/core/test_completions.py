@@ -3,13 +3,14 @@
 import pytest
 from core_rig import SPEC, Rig, keys
 from harness.operations import run_to_end
-from simulation import ModelTier
+from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import OffloadPolicy, RequestInfo, Vote
-from kvtier.tiers.core import completions
+from kvtier.tiers.core import endings, waiters
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LeaseSettled
 from kvtier.tiers.core.leases import BlockLease
+from kvtier.tiers.core.operations import Operation
 from kvtier.tiers.types import MissReason, StoreId
 
 
@@ -20,7 +21,7 @@ class RequestTier(ModelTier):
 
 @pytest.fixture(autouse=True)
 def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completions, "SETTLE_SLICE", 2)
+    monkeypatch.setattr(waiters, "SETTLE_SLICE", 3)
 
 
 def prepare(rig: Rig, *numbers: int, request_id: str = "") -> StoreId:
@@ -74,6 +75,61 @@ def test_a_block_that_is_stored_again_between_slices_is_still_awaited() -> None:
     assert [lease.pending for lease in leases] == [0, 1]
     run_to_end(rig.core.complete_store(session, second))
     assert [lease.hits for lease in leases] == [0, 1]
+
+
+def test_closed_leases_take_a_part_of_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not settled, and 6,000 of them can wait for 256 blocks."""
+    monkeypatch.setattr(endings, "SLICE", 1)
+    rig = Rig()
+    store_id = prepare(rig, 0)
+    for _ in range(7):
+        look_up(rig, 0)
+    rig.core.close_session(rig.session.id)
+    rig.core.take_commands()
+    [block] = rig.core._cpu_tier._index
+    settling = rig.core._completions._settle([block], [])
+    block.writers = 0
+    assert len(list(settling)) == 2, "six closed leases, three per slice"
+    block.writers = 1
+    run_to_end(rig.core.complete_store(rig.open("writer"), store_id))
+
+
+def test_the_tenants_take_turns() -> None:
+    """Else one that ends many stores in turn would delay what waits for the stores of another."""
+    work, done = Rig().core._sliced_work, [0, 0]
+
+    def operation(tenant: int, slices: int) -> Operation[None]:
+        for _ in range(slices):
+            done[tenant] += 1
+            yield None
+
+    for _ in range(100):
+        work.perform_later(operation(0, 3), b"one")
+    work.perform_later(operation(1, 3), b"other")
+    for _ in range(6):
+        work.work(0.0)
+    assert done == [3, 3]
+
+
+def test_a_request_whose_block_is_evicted_between_slices_gets_it_stored() -> None:
+    """The CPU tier keeps the block until every request that waited for it has been told."""
+    rig = Rig(RequestTier("near", 1 << 20), eviction={"cpu": "lru"})
+    store_id = prepare(rig, 0)
+    for number in range(3):
+        rig.core.begin_request(rig.session, RequestInfo(f"r{number}", SPEC.id))
+        prepare(rig, 0, request_id=f"r{number}")
+    run_to_end(rig.core.complete_store(rig.open("writer"), store_id))
+    rig.finish_jobs()
+    for number in range(100, 100 + 4 * EXTENT // 4096):
+        rig.store(keys(number))
+        rig.finish_jobs()
+    while rig.core.has_work():
+        rig.core.work()
+    while rig.finish_jobs():
+        pass
+    requests = [rig.core.finish_request(rig.session, f"r{number}") for number in range(3)]
+    assert [each.incomplete for each in requests] == [0, 0, 0]
+    assert not any(block.pins for block in rig.core._cpu_tier._index)
 
 
 @pytest.mark.parametrize("counted", [True, False])

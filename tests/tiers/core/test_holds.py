@@ -7,7 +7,7 @@ from hold_rig import D2P, P2D, PRIVATE, HoldRig
 from simulation import ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome
-from kvtier.tiers.core import handoffs
+from kvtier.tiers.core import handoffs, waiters
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import HoldChanged, LoadFromTier, LookupInTier
 from kvtier.tiers.core.holds import Hold
@@ -246,7 +246,7 @@ def test_an_expired_hold_stays_expired_before_its_slice(monkeypatch: pytest.Monk
 
 def test_blocks_of_orphaned_holds_are_given_up_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if a hold ends between two slices."""
-    monkeypatch.setattr(handoffs, "SETTLE_SLICE", 2)
+    monkeypatch.setattr(waiters, "SETTLE_SLICE", 4)
     rig = HoldRig()
     holds = [rig.publish(keys(*range(3)), name) for name in "abc"]
     rig.core.close_session(rig.session.id)

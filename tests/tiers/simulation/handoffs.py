@@ -96,7 +96,8 @@ class Handoffs(Actors):
         blocks = self.rng.choice((0, 1, record.settled + 1, total, total + 1))
         settled = self.world.core.is_settled(record.hold, blocks)
         told_at = min(blocks, total) if blocks else total
-        is_right = settled == (record.settled >= told_at) or (record.is_preparing and not settled)
+        is_late = not self.world.core_view.unsettled.isdisjoint(record.hold.awaited)
+        is_right = settled == (record.settled >= told_at) or (not settled and (record.is_preparing or is_late))
         self.world.must(Invariant.HELD, is_right, f"{blocks} blocks are settled")
         if not settled:
             record.told_at = told_at if record.told_at is None else min(record.told_at, told_at)

@@ -86,8 +86,7 @@ def small_jobs(nbytes: int) -> Iterator[None]:
         "endings.SLICE": 1,
         "endings.REQUEST_SLICE": 1,
         "handoffs._SLICE": 1,
-        "completions.SETTLE_SLICE": 2,
-        "handoffs.SETTLE_SLICE": 2,
+        "waiters.SETTLE_SLICE": 2,
         "room_queue.MAX_WAITERS": 3,
     }
     limits |= {"retiring_extents.GRACE_SECONDS": GRACE_SECONDS, "retiring_pins.SLICE": 80}
@@ -115,8 +114,12 @@ def pending_hits(core: TierManager) -> Counter[int]:
 
 def unsettled(core: TierManager) -> set[Block]:
     """Returns the blocks of the operations that settle blocks in slices."""
-    operations = [each for each in core._sliced_work._operations if getattr(each, "__name__", "") == "_settle"]
-    return {block for each in operations for block in state_of(each, "blocks")}
+    return {block for each in settling(core) for block in state_of(each, "blocks")}
+
+
+def settling(core: TierManager) -> list[Operation[Any]]:
+    running = chain.from_iterable(core._sliced_work._operations.values())
+    return [each for each in running if getattr(each, "__name__", "") == "_settle"]
 
 
 def late_requests(core: TierManager) -> dict[Block, list[Request]]:
@@ -439,6 +442,7 @@ def pins(core: TierManager, publishing: Iterable[Block]) -> Counter[Block]:
     held.update(chain.from_iterable(store.others for store in abandoned(core)))
     held.update(chain.from_iterable(store.blocks for store in core._stores.table._closed.values()))
     held.update(chain.from_iterable(job.blocks for job in core._tier_jobs._jobs.values()))
+    held.update(chain.from_iterable(state_of(each, "kept") for each in settling(core)))
     held.update(chain.from_iterable(secondary.write_back_queue for secondary in core._tier_jobs.secondaries))
     for entry in unpins(core):
         held.update(filter(None, entry.blocks[: entry.left]))

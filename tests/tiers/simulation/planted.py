@@ -463,8 +463,8 @@ MUTANTS = (
         "only the first expired hold ends",
         Invariant.HELD,
         "core/handoffs.py",
-        "self._perform(self._expire(expired, now))",
-        "self._perform(self._expire(expired[:1], now))",
+        'self._perform(self._expire(expired, now), b"")',
+        'self._perform(self._expire(expired[:1], now), b"")',
     ),
     Mutant(
         "a heartbeat shortens a hold",

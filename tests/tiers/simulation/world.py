@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from kvtier.tiers.base import OffloadPolicy
 from kvtier.tiers.core.block import Block
-from kvtier.tiers.core.commands import Command, ContinueWork, HoldChanged, LeaseSettled, RoomOffered
+from kvtier.tiers.core.commands import Command, ContinueWork, HoldChanged, LeaseSettled, RequestsSettled, RoomOffered
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER
 from kvtier.tiers.errors import CoreError
@@ -281,7 +281,7 @@ class World:
             elif isinstance(command, ContinueWork):
                 self.must(Invariant.JOBS, not self.work_left, "the next slice was requested twice")
                 self.work_left = True
-            else:
+            elif not isinstance(command, RequestsSettled):
                 self.work.take(command)
         return commands
 
