@@ -12,6 +12,7 @@ from kvtier.tiers.core.call_specs import StoreSpec
 from kvtier.tiers.core.holds import HoldClaim
 from kvtier.tiers.errors import HoldNotFound
 from kvtier.tiers.stats.request_log import LookupRecord
+from kvtier.tiers.types import KeyStatus
 
 NAMES = keys(*range(4), *range(20, 24), *range(4, 8), *range(4))
 FAR = 1e9
@@ -79,9 +80,20 @@ def test_slices_claim_the_same_blocks(most: int, first: list[int]) -> None:
     else:
         assert expected.lease is not None
         assert claim.lease.statuses() == expected.lease.statuses()
+        assert (
+            leased(claim)
+            == leased(expected)
+            == [name if status == KeyStatus.HIT else None for name, status in zip(NAMES, claim.statuses, strict=True)]
+        )
         assert (claim.lease.keys, claim.lease.expires_at) == (len(NAMES), 600)
         sliced.core.release(sliced.reader, claim.lease.id)
     assert not len(sliced.core.leases())
+
+
+def leased(claim: HoldClaim) -> list[bytes | None]:
+    """Returns per item of the hold the key of the block that the lease gives a reader."""
+    assert claim.lease is not None
+    return [block and block.key for block in claim.lease.blocks(range(len(NAMES)))]
 
 
 @pytest.mark.parametrize("slices", range(7))

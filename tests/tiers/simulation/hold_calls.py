@@ -197,6 +197,7 @@ class Claim(Call):
         if hits:
             self.record.expires_at = max(self.record.expires_at, self.time + self.seconds)
         found = [block for item in hits if (block := claim.hold.items[item]) is not None]
+        self.world.must(Invariant.FOUND, lease.blocks(hits) == found, "a reader gets other blocks of the hold")
         gone = ledger.gone.get(self.session.namespace.id, set())
         self.world.must(Invariant.RESET, gone.isdisjoint(found), "a claim of blocks from before a reset")
         self.actors.used(self.session, [block for block in found if not block.invalidated], 0.0, 0)

@@ -705,6 +705,13 @@ MUTANTS = (
         "        if True:",
     ),
     Mutant(
+        "the later blocks of a claim are read as the first ones",
+        Invariant.FOUND,
+        "core/claims.py",
+        "zip(hits, count(len(lease.items)))",
+        "zip(hits, count())",
+    ),
+    Mutant(
         "a claim continues after its hold has ended",
         Invariant.REFUSALS,
         "core/claims.py",
