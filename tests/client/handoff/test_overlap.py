@@ -146,6 +146,16 @@ def test_an_aborted_prefill_leaves_nothing_held(scheduled: bool) -> None:  # noq
     assert rig.core._requests == {}
 
 
+@pytest.mark.parametrize("prompt", range(96, 113))
+def test_an_early_hold_has_the_window_of_the_last_token(prompt: int) -> None:
+    """The decode engine computes that token, and its window can begin a block earlier."""
+    (publication,) = Rig(PREFILLS, prompt=prompt, geometry=WINDOW).server.published
+    _, window = WINDOW.groups
+    assert window.retained_tokens is not None
+    blocks, first = -(-prompt // BLOCK), (prompt - 1 - window.retained_tokens) // BLOCK
+    assert list(publication.positions) == [*range(blocks), *range(first, blocks)]
+
+
 def test_a_prompt_with_a_block_without_key_is_not_published_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example if the tokens of its last, partial block are not known."""
     monkeypatch.setattr(Request, "hold_key", lambda *_: None)
