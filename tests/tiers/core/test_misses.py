@@ -251,3 +251,16 @@ def test_a_pending_block_that_ends_has_the_reason_of_its_end(event: str) -> None
     run_to_end(rig.core.complete_store(rig.session, store.store_id, failed=[0]))
     assert rig.core.stats().misses_by_reason == {expected: 1}
     check_sum(rig)
+
+
+def test_a_single_block_without_room_is_the_only_miss() -> None:
+    """Blocks behind it that the CPU tier has are hits, unless the lookup is of a prefix."""
+    rig = Rig(ModelTier("near", 1 << 20), queue=1 << 20)
+    rig.store_in_all_tiers(keys(0))
+    held = keys(*range(100, 116))
+    rig.store_in_all_tiers(held)
+    run_to_end(rig.core.lookup(rig.session, held, LookupSpec(lease_seconds=1e9), now=0))
+    names = keys(100, 0, 101)
+    assert spans(rig, names, prefix=False) == (OutcomeRun(1, 0), OutcomeRun(1, MissReason.NO_ROOM), OutcomeRun(1, 0))
+    assert spans(rig, names) == (OutcomeRun(1, 0), OutcomeRun(2, MissReason.NO_ROOM))
+    check_sum(rig)
