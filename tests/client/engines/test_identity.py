@@ -245,6 +245,18 @@ class TestHubModels:
         (hub / "models--org--name" / "blobs" / "model.safetensors").write_text("[]")
         assert identify_weights("org/name", revision, folder=str(hub)) != before
 
+    def test_the_commit_that_the_engine_resolved_counts_before_its_branch(self, hub: Path) -> None:
+        """The branch in the cache can have moved since."""
+        expected = identify_weights("org/name", COMMIT, folder=str(hub))
+        moved = "e" * 40
+        folder = hub / "models--org--name" / "snapshots" / moved
+        folder.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).write_text("{} ")
+        (hub / "models--org--name" / "refs" / "main").write_text(moved)
+        assert identify_weights("org/name", "main", folder=str(hub)) != expected
+        assert identify_weights("org/name", "main", COMMIT, folder=str(hub)) == expected
+
     def test_without_files_the_commit_counts(self, hub: Path) -> None:
         other = "d" * 40
         assert identify_weights("org/other", other, folder=str(hub)) == f"commit {other}"
