@@ -376,6 +376,17 @@ def test_a_long_request_is_looked_up_in_calls_that_the_server_takes() -> None:
         assert lookup.found.items[0] == {0: (1, 0), 1: (1, 1), 2: (2, 0), 3: (2, 1), 4: (3, 0)}
 
 
+def test_a_window_is_found_behind_a_chunk_with_a_missing_block() -> None:
+    """Only a prefix ends at its first missing block. Blocks of a window are looked up one by one."""
+    client = FakeClient({make_key(bytes([number]) * 32, 0) for number in range(6)})
+    client.keys |= {make_key(bytes([number]) * 32, 1) for number in (3, 4)}
+    client.max_keys = 2
+    with _lookups(client, CacheGeometry((FULL, WINDOW), 4, 4)) as service:
+        lookup = start_lookup(service, RequestRegistration("r"), _hashes(6, 6), 24)
+        wait_until(lambda: lookup.state is LookupState.DONE)
+        assert lookup.found.hit_tokens == 20
+
+
 def test_a_lookup_may_begin_behind_the_engines_own_blocks() -> None:
     """B4.10 It asks for the blocks after `start`, and their positions are those in the request."""
     client = FakeClient({make_key(bytes([number]) * 32, group) for number in range(2, 5) for group in (0, 1)})
