@@ -212,7 +212,7 @@ class CompletionHandler:
     def _settle_request(self, request: Request, block: Block, _most: int) -> int:
         if not self._requests.settle(request, block):
             return 0
-        if block.ready and not block.invalidated:  # a reset can come between two slices
+        if block.ready:
             self._tier_jobs.cascade_for(request, [block])
         else:
             request.incomplete += 1
