@@ -43,7 +43,7 @@ class Endings:
         commands: list[Command],
         perform: Callable[[Operation[None], bytes], None],
     ) -> None:
-        """`sessions`: the open ones. `perform` performs an operation that no call waits for."""
+        """`sessions`: the open ones. `perform`: see `IncrementalWork.perform`."""
         self._sessions = sessions
         self._lookups = lookups
         self._stores = stores
@@ -75,8 +75,8 @@ class Endings:
 
     def end_leases(self, leases: Sequence[BlockLease]) -> None:
         self._close(leases, ())
-        for lease in leases[:1]:
-            self._perform(self._end_leases(leases), tenant_of(lease.owner.engine[0]))
+        if leases:
+            self._perform(self._end_leases(leases), tenant_of(leases[0].owner.engine[0]))
 
     def writer_gone(self, session_id: bytes, writer: int) -> None:
         """Called when a writer connection of a session has ended."""

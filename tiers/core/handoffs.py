@@ -80,7 +80,7 @@ class HandoffHandler:
         unpins: UnpinQueue,
         perform: Callable[[Operation[None], bytes], None],
     ) -> None:
-        """`perform` performs an operation that no call waits for."""
+        """`perform`: see `IncrementalWork.perform`."""
         self._cpu_tier = cpu_tier
         self._lookups = lookups
         self._max_holds = settings.max_holds

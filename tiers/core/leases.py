@@ -363,9 +363,6 @@ class LeaseTable:
     def is_closed(self, lease: BlockLease) -> bool:
         return lease in self._closed
 
-    def has_ended(self, lease: BlockLease) -> bool:
-        return not self.is_open(lease) and lease not in self._closed
-
     def end(self, lease: BlockLease) -> None:
         """Ends a lease. Its pins remain until it has no reader and the unpin queue removes them."""
         self._forget(lease)
@@ -375,7 +372,7 @@ class LeaseTable:
     def end_reader(self, lease: BlockLease) -> None:
         """Ends a reader. The unpin queue then removes the pins of an ended lease."""
         lease.readers -= 1
-        if not lease.readers and self.has_ended(lease):
+        if not lease.readers and not self.is_open(lease) and not self.is_closed(lease):
             self._unpins.add(lease.owner.engine[0], self._unpin, lease.items)
 
     def _forget(self, lease: BlockLease) -> None:

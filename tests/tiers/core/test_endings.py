@@ -43,6 +43,16 @@ def begin(rig: Rig, session: EngineSession, request_id: str) -> None:
     rig.core.begin_request(session, RequestInfo(request_id, session.namespace.id))
 
 
+def end_leases(rig: Rig, end: str) -> None:
+    """Ends the leases of the session: with it, by their expiry, or with their request."""
+    if end == "session":
+        rig.core.close_session(rig.session.id)
+    elif end == "expiry":
+        rig.core.tick(60)
+    else:
+        rig.core.finish_request(rig.session, "")
+
+
 class CountedItems(list[Block | None]):
     """Items of a lease that count how many of them were looked at."""
 
@@ -65,12 +75,7 @@ def test_the_end_of_a_lease_looks_at_its_pending_items_only(end: str) -> None:
     assert found is not None
     assert (found.pending, len(found.items)) == (1, 1001)
     items = found.items = CountedItems(found.items)
-    if end == "session":
-        rig.core.close_session(rig.session.id)
-    elif end == "expiry":
-        rig.core.tick(60)
-    else:
-        rig.core.finish_request(rig.session, "")
+    end_leases(rig, end)
     assert items.seen < 10
     assert rig.core.stats().tiers[0].hits == 1001, "pending blocks of an ended lease count as hits"
 
@@ -96,12 +101,7 @@ def test_leases_that_end_together_end_in_slices(end: str) -> None:
     other = rig.open("other")
     namesake = rig.core.open_session(b"namesake", "engine", None, rig.session.namespace)
     [block] = rig.core._cpu_tier._index
-    if end == "session":
-        rig.core.close_session(rig.session.id)
-    elif end == "expiry":
-        rig.core.tick(60)
-    else:
-        rig.core.finish_request(rig.session, "")
+    end_leases(rig, end)
     assert rig.core.stats().leases == 0
     assert rig.core.stats().expired_leases == (10 if end == "expiry" else 0)
     for each in leases:

@@ -377,7 +377,7 @@ def test_a_long_request_is_looked_up_in_calls_that_the_server_takes() -> None:
 
 
 def test_a_window_is_found_behind_a_chunk_with_a_missing_block() -> None:
-    """Only a prefix ends at its first missing block. Blocks of a window are looked up one by one."""
+    """Only a prefix ends at its first missing block; blocks of a window are looked up singly."""
     client = FakeClient({make_key(bytes([number]) * 32, 0) for number in range(6)})
     client.keys |= {make_key(bytes([number]) * 32, 1) for number in (3, 4)}
     client.max_keys = 2
