@@ -247,8 +247,11 @@ class _Connection(asyncio.BufferedProtocol):
             self.ended.set_result(None)
 
     def close(self) -> None:
-        """Closes the connection; a running call is cancelled."""
-        self._transport.abort()
+        """Closes the connection soon; a running call is cancelled.
+
+        TLS of asyncio fails if its transport is aborted while it delivers the last bytes.
+        """
+        asyncio.get_running_loop().call_soon(self._transport.abort)
 
     def _next(self) -> None:
         """Starts the next call if its request is complete."""

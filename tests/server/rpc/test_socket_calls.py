@@ -253,6 +253,22 @@ def test_invalid_bytes_close_the_connection(
     assert "Traceback" not in server.log
 
 
+def test_invalid_bytes_of_a_client_that_has_gone_leave_no_error(
+    route: Route, server: ServerProcess, session: RawSession
+) -> None:
+    """The server reads no further for a while after a short piece, and the end comes meanwhile."""
+    garbage = struct.pack("<IBQ", 0, 9, 1)
+    for _ in range(20):
+        with route.open(session, Purpose.CALLS) as bad:
+            bad.send(garbage[:1])
+            bad.send(garbage[1:])
+            bad.socket.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):
+                while bad.socket.recv(4096):
+                    pass
+    assert "Traceback" not in server.log
+
+
 @pytest.mark.parametrize("step", [0, -1, 1 << 31, 1 << 32, -(1 << 32), 1 << 63])
 def test_a_call_of_another_process_ends_the_connection(route: Route, session: RawSession, step: int) -> None:
     """Also a repeated call, and one that is too large. It is not executed."""
