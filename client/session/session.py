@@ -149,13 +149,13 @@ class ClientSession(ForkGuarded):
             self.recovered("kvtier: calls do not use the socket")
 
     def use_calls(self, calls: SocketCalls) -> None:
-        """Uses `calls` for unary calls from now on and closes the previous sockets."""
+        """Uses `calls` for unary calls from now on. Closes them if the session has others."""
         with self._lock:
-            unused = calls if self.ended else self.calls
-            if not self.ended:
+            is_unused = self.ended or self.calls is not None
+            if not is_unused:
                 self.calls = calls
-        if unused is not None:
-            unused.close()
+        if is_unused:
+            calls.close()
 
     @property
     def region(self) -> HostRegion | None:

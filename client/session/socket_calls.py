@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
@@ -123,7 +124,8 @@ class SocketPool(ForkGuarded):
         self.target = target
         self._purpose = purpose
         self._idle: list[Connection] = []
-        self._busy: set[Connection] = set()
+        self._busy: WeakSet[Connection] = WeakSet()
+        """Python closes a connection that an interrupted caller did not `put`."""
         self._connecting: set[Connection] = set()
         """Connections whose hello the server has not answered yet."""
         self._lock = threading.Lock()

@@ -7,7 +7,6 @@ use the gRPC channel of the unary calls.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -80,6 +79,7 @@ class SocketConnector(ForkGuarded):
         """The last connection that the search has tried."""
         self._session: ClientSession | None = None
         self._search: threading.Thread | None = None
+        """The search that runs. `Thread.is_alive` is wrong after a KeyboardInterrupt within it."""
         self._call: Any = None
         self._closing = threading.Event()
 
@@ -92,11 +92,14 @@ class SocketConnector(ForkGuarded):
         """Returns the connection to the socket; otherwise starts a search for it."""
         if session.region is not None or not self._enabled:
             return None
+        streams = self._streams_of(session)
+        if streams is None:
+            self._start_search(session)
+        return streams
+
+    def _streams_of(self, session: ClientSession) -> SocketStreams | None:
         streams = self._streams
-        if streams is not None and self._session is session:
-            return streams
-        self._start_search(session)
-        return None
+        return streams if streams is not None and self._session is session else None
 
     def stream(self, session: ClientSession, move: Callable[[GrpcStreams | SocketStreams], T]) -> T:
         """Calls `move` with the streams of the socket, or with gRPC streams without a socket."""
@@ -138,18 +141,33 @@ class SocketConnector(ForkGuarded):
             streams.close()
 
     def _start_search(self, session: ClientSession) -> None:
+        """Starts a search, unless one runs. A KeyboardInterrupt may come at any moment."""
+        thread = threading.Thread(target=self._run_search, args=(session,), name="kvtier-bulk", daemon=True)
         with self._lock:
-            if self._closing.is_set() or (self._search is not None and self._search.is_alive()):
+            if self._closing.is_set() or self._search is not None or self._streams_of(session) is not None:
                 return
             old, self._streams = self._streams, None
-            thread = threading.Thread(target=self._run_search, args=(session,), name="kvtier-bulk", daemon=True)
-            with contextlib.suppress(RuntimeError):  # out of threads
-                thread.start()
+            try:
                 self._search = thread
+                thread.start()
+            except BaseException as error:
+                self._search = None  # the thread, if it has started, then does nothing
+                if not isinstance(error, RuntimeError):  # out of threads
+                    raise
         if old is not None:
             old.close()
 
     def _run_search(self, session: ClientSession) -> None:
+        with self._lock:
+            if self._search is not threading.current_thread():
+                return
+        try:
+            self._find(session)
+        finally:
+            with self._lock:
+                self._search = None
+
+    def _find(self, session: ClientSession) -> None:
         """Retries until the bulk process is connected or the session has ended."""
         backoff = Backoff(0.1, 5.0)
         while not session.ended:

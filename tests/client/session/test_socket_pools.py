@@ -80,6 +80,23 @@ def test_a_closed_pool_keeps_no_connection(listener: socket.socket, pairs: Pairs
     assert pairs.peers[0].recv(1) == b""
 
 
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+def test_a_connection_that_its_caller_forgets_is_closed(listener: socket.socket) -> None:
+    """A KeyboardInterrupt can come between the take and the first statement of the caller."""
+    calls = SocketCalls(target_of(listener))
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(SOON)
+    calls.put(Connection(ours), intact=True)
+    del ours
+    with theirs:
+        forgotten = calls.take(SOON)
+        assert list(calls._busy) == [forgotten]
+        del forgotten
+        assert theirs.recv(1) == b""
+    assert not list(calls._busy)
+    calls.close()
+
+
 def test_a_connection_that_the_server_has_closed_is_not_used(listener: socket.socket, pairs: Pairs) -> None:
     calls = SocketCalls(target_of(listener))
     kept, lost = Connection(pairs.new()), Connection(pairs.new())

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import linecache
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 from unittest import mock
 
 import pytest
+from harness.polling import wait_until
 
 from kvtier.client.errors import NotConnected
 from kvtier.client.session.session import ClientSession
+from kvtier.client.session.socket_calls import SocketCalls, SocketTarget
+from kvtier.client.transport import socket_connector
 from kvtier.client.transport.socket_connector import GrpcStreams, SocketConnector
 from kvtier.protos.credentials import Credentials
 from kvtier.protos.endpoint import client_endpoint
@@ -24,7 +32,7 @@ def session_of() -> ClientSession:
 def searched(monkeypatch: pytest.MonkeyPatch) -> list[ClientSession]:
     """Sessions for which a search was started. No search finds a socket."""
     sessions: list[ClientSession] = []
-    monkeypatch.setattr(SocketConnector, "_run_search", lambda _, session: sessions.append(session))
+    monkeypatch.setattr(SocketConnector, "_find", lambda _, session: sessions.append(session))
     return sessions
 
 
@@ -83,3 +91,77 @@ def test_a_late_failure_does_not_end_a_newer_connection(connector: SocketConnect
     assert connector.stream(session, lambda used: used) is newer
     newer.close.assert_not_called()
     assert not session.downgrades
+
+
+class Searches:
+    """Searches that last until `end`."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.end = threading.Event()
+
+    def __call__(self, _: ClientSession) -> None:
+        self.begun += 1
+        self.end.wait()
+
+
+@contextlib.contextmanager
+def interrupted_at(line: int) -> Iterator[list[int]]:
+    """Raises KeyboardInterrupt at this line of the connector and of `threading`, on this thread.
+
+    Yields the numbers of the lines that were executed. Only lines with a call count, because Python
+    handles signals at calls.
+    """
+    lines: list[int] = []
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+        path = frame.f_code.co_filename
+        is_counted = event == "line" and path in (socket_connector.__file__, threading.__file__)
+        line_text = linecache.getline(path, frame.f_lineno).strip()
+        if is_counted and "(" in line_text and not line_text.startswith("with "):
+            lines.append(len(lines))
+            if len(lines) > line:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield lines
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_an_interruption_at_any_line_leaves_one_search(*, is_running: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KeyboardInterrupt in `Thread.is_alive` makes Python forget that a thread runs."""
+    session = session_of()
+    for line in range(1000):
+        searches = Searches()
+        connector = SocketConnector(mock.Mock(), client_endpoint("unix:/none"), Credentials(), enabled=True)
+        monkeypatch.setattr(connector, "_find", searches)
+        if is_running:
+            connector.search(session)
+        with interrupted_at(line) as lines:
+            connector.search(session)
+        for _ in range(3):
+            connector.search(session)
+        wait_until(lambda: searches.begun)  # noqa: B023 - used at once
+        found = searches.begun
+        searches.end.set()
+        connector.close()
+        assert (found, searches.begun) == (1, 1), line
+        if len(lines) <= line:
+            break
+    assert line > (2 if is_running else 20)
+
+
+def test_a_second_search_keeps_the_sockets_of_calls_in_progress() -> None:
+    session, target = session_of(), SocketTarget("/unused", common_pb2.SessionRef(), Credentials())
+    used, second = SocketCalls(target), SocketCalls(target)
+    session.use_calls(used)
+    session.use_calls(second)
+    assert session.calls is used
+    assert not used._closed
+    assert second._closed
