@@ -252,7 +252,11 @@ async def _fork_beside_calls(
 
 
 def event_stream(endpoint: str, options: Any) -> list[str]:
-    """The parent's events continue."""
+    """The parent's events continue.
+
+    The first fork waits for the stream: beside a thread that opens a connection, gRPC's fork
+    handlers ended 4 of 2,500 parents with SIGSEGV.
+    """
     with Client(endpoint, **options) as client:
         client.wait_until_connected(60)
         changes: list[Any] = []
@@ -260,9 +264,9 @@ def event_stream(endpoint: str, options: Any) -> list[str]:
             client, changes.extend, lambda _: None, endpoint=endpoint, credentials=options["credentials"]
         )
         wrong = []
-        for number in range(3):
+        for number in range(4):
             keys = _keys(f"events {number}")
-            wrong += _in_child(lambda: _closed(stream, client))
+            wrong += _in_child(lambda: _closed(stream, client)) if number else []
             client.store(keys, _payloads(keys))
             wait_until(lambda keys=keys: any(keys[0] in change.keys for change in changes))  # type: ignore[misc]
         stream.close()
