@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
@@ -20,6 +19,7 @@ from kvtier.tiers.core.operations import run_to_end
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.eviction.admission import ADMISSION
 from kvtier.tiers.negotiation import vote
+from kvtier.tiers.secondary_tier import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.types import EngineSession, NamespaceSpec
 
 from .policies import BLOCK_BYTES, FOREVER, GROUP, read_trace

@@ -17,8 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.eviction import DEFAULT_POLICY, POLICIES
+from kvtier.tiers.secondary_tier import NamespaceId
 from kvtier.tiers.stats.miss_ratio_curve import SCALES, MissRatioCurves
 from kvtier.tiers.stats.request_log import OutcomeRun
 from kvtier.tiers.types import MissReason, NamespaceSpec

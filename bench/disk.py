@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from kvtier.cuda.host.region import HostRegion
-from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
 from kvtier.tiers.disk.slabs import IO_THREADS
 from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.secondary_tier import BlockBytes, NamespaceId, Outcome
 
 from .measure import interleave, rate
 from .measure import timed as seconds_of

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtier.cuda.host.region import HostRegion
-from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
 from kvtier.tiers.lmdb.tier import LMDBTier
+from kvtier.tiers.secondary_tier import BlockBytes, NamespaceId, Outcome
 
 from .measure import interleave, rate, timed
 from .raw_lmdb import RawLmdb, drop_cache

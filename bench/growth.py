@@ -17,12 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.server.process.gc_tuning import disable_full_gc
-from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.catalog import Catalog
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.operations import run_to_end
 from kvtier.tiers.core.settings import TierSettings
+from kvtier.tiers.secondary_tier import NamespaceId
 from kvtier.tiers.stats.eviction_history import EvictionHistory
 from kvtier.tiers.types import SLOT_ALIGNMENT, NamespaceSpec
 

@@ -19,12 +19,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvtier.tiers.base import NamespaceId, RequestInfo
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.operations import run_to_end
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.eviction import DEFAULT_POLICY, POLICIES
+from kvtier.tiers.secondary_tier import NamespaceId, RequestInfo
 from kvtier.tiers.types import SLOT_ALIGNMENT, EngineSession, NamespaceSpec
 
 from .traces import MADE_UP, Trace, variants_of

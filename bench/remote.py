@@ -25,9 +25,9 @@ from harness.redis_server import RedisServer
 
 from kvtier.cuda.host.memory import tune_malloc
 from kvtier.cuda.host.region import HostRegion
-from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.valkey import ValkeyTier
+from kvtier.tiers.secondary_tier import BlockBytes, NamespaceId, Outcome
 
 from .bare_sockets import BareSockets
 from .machine import facts

@@ -24,10 +24,10 @@ from mooncake.store import MooncakeDistributedStore
 
 from kvtier.cuda.host.memory import tune_malloc
 from kvtier.cuda.host.region import HostRegion
-from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
 from kvtier.tiers.remote.mooncake import MooncakeTier
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.value_codec import name_of
+from kvtier.tiers.secondary_tier import BlockBytes, NamespaceId, Outcome
 
 from .bare_sockets import BareSockets
 from .machine import facts

@@ -20,10 +20,10 @@ from typing import Any
 
 import obstore
 
-from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.pack_tier import READ_BYTES, THREADS
 from kvtier.tiers.remote.s3 import S3Tier
+from kvtier.tiers.secondary_tier import BlockBytes, NamespaceId, Outcome
 
 from .machine import facts
 from .measure import interleave, percentile, rate, timed

@@ -53,7 +53,7 @@ from .results import (
     TierVote,
     WriteBatch,
 )
-from .session.connection import EngineAddress
+from .session.reconnect import EngineAddress
 from .sync import Client, Lease
 from .timeouts import Timeouts
 

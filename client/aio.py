@@ -32,7 +32,7 @@ from .results import (
     RequestOutcome,
     WriteBatch,
 )
-from .session.connection import ClientIdentity, EngineAddress, TransportName
+from .session.reconnect import ClientIdentity, EngineAddress, TransportName
 from .timeouts import Timeouts
 from .transport.aio_transport import AsyncGrpcTransport, run_operation
 

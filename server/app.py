@@ -14,12 +14,12 @@ from types import FrameType
 from ..cuda.host.memory import tune_malloc
 from .config.machine import max_grpc_connections
 from .config.schema import Config
+from .core_runtime import TierRuntime
 from .drain import Drain
 from .process.gc_tuning import FullCollector, HeapTrimmer, disable_full_gc
 from .process.systemd import ServiceManager
 from .rpc.grpc_connections import GrpcConnections
 from .rpc.sessions import SessionRegistry
-from .runtime import TierRuntime
 from .services.admin import AdminService
 from .services.admin_messages import build_status
 from .services.long_calls import LongCalls

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from .core_runtime import TierRuntime
 from .refused import Refused
 from .rpc.sessions import SessionRegistry
-from .runtime import TierRuntime
 from .telemetry.logs import get_logger
 
 __all__ = ["DRAIN_SECONDS", "Drain"]

@@ -32,7 +32,7 @@ from ..protos.v1 import (
     handoff_pb2_grpc,
     session_pb2_grpc,
 )
-from ..tiers.base import TierError
+from ..tiers.secondary_tier import TierError
 from .auth.authenticator import AccessControl, AccessError
 from .auth.credential_files import FileError
 from .bulk.broker import BulkBroker
@@ -40,6 +40,7 @@ from .bulk.supervisor import BulkProcess, bind_streams
 from .config.machine import max_grpc_connections
 from .config.schema import Config
 from .config.tenants import quota_error_text, tier_settings
+from .core_runtime import TierRuntime
 from .devices.registry import DeviceRegistry, has_gpu, unavailable_reason
 from .drain import Drain
 from .events.publisher import EventPublisher
@@ -50,13 +51,12 @@ from .peers.sources import PeerSources, peer_credentials
 from .rpc.attach_socket import SUFFIX, AttachServer
 from .rpc.grpc_batches import free_all_batches
 from .rpc.interceptor import RefusalInterceptor
+from .rpc.listening_sockets import SocketClaim, SocketError, port_error
+from .rpc.own_copies import Writers
 from .rpc.request_checks import RefusingBounds, RequestValidator
 from .rpc.sessions import SessionRegistry
 from .rpc.slice_scheduler import SliceScheduler
 from .rpc.socket_calls import SocketCallServer
-from .rpc.sockets import SocketClaim, SocketError, port_error
-from .rpc.writers import Writers
-from .runtime import TierRuntime
 from .services.admin import AdminService
 from .services.admin_messages import server_stats
 from .services.cache import CacheService

@@ -164,9 +164,13 @@ def test_no_forbidden_imports() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "expected"),
     [
-        ("kvtier.tiers.base", "import grpc", "tiers may not import grpc"),
-        ("kvtier.tiers.base", "from ..protos.v1 import cache_pb2", "tiers may not import kvtier.protos.v1.cache_pb2"),
-        ("kvtier.tiers.base", "from .. import protos", "tiers may not import kvtier.protos"),
+        ("kvtier.tiers.secondary_tier", "import grpc", "tiers may not import grpc"),
+        (
+            "kvtier.tiers.secondary_tier",
+            "from ..protos.v1 import cache_pb2",
+            "tiers may not import kvtier.protos.v1.cache_pb2",
+        ),
+        ("kvtier.tiers.secondary_tier", "from .. import protos", "tiers may not import kvtier.protos"),
         ("kvtier.cuda.host.copy", "from ...protos import endpoint", "cuda may not import kvtier.protos.endpoint"),
         ("kvtier.tiers.lmdb.tier", "def f():\n    from torch import nn", "tiers may not import torch"),
         ("kvtier.cuda.host.copy", "from google import protobuf", "cuda may not import google"),

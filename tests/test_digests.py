@@ -22,7 +22,7 @@ REASONS = {
     "kvtier.protos.wire.socket_frames": DAMAGE,
     "kvtier.tiers.disk.format": DAMAGE,
     "kvtier.tiers.lmdb.format": DAMAGE,
-    "kvtier.tiers.lmdb.tally": DAMAGE,
+    "kvtier.tiers.lmdb.index_digest": DAMAGE,
     "kvtier.tiers.remote.value_codec": DAMAGE,
     "kvtier.tiers.storage.checksum": DAMAGE,
     "kvtier.tiers.remote.encryption": "ids of random keys; the tag of GCM decides",

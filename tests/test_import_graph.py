@@ -27,11 +27,11 @@ def test_a_tree_without_violations_passes(tmp_path: Path, capsys: pytest.Capture
     _plant(
         tmp_path,
         {
-            "server/app.py": "from ..client import sync\nfrom ..tiers.base import V\nfrom ..protos.v1 import cache_pb2\n",
+            "server/app.py": "from ..client import sync\nfrom ..tiers.secondary_tier import V\nfrom ..protos.v1 import cache_pb2\n",
             "client/transport/tcp.py": "from ... import __version__\nfrom ...cuda.host import copy\n",
             "cuda/host/copy.py": "class Copy: ...\n",
             "client/sync.py": "import grpc\n",
-            "tiers/base.py": "from ..protos.v1 import cache_pb2\nclass V: ...\n",
+            "tiers/secondary_tier.py": "from ..protos.v1 import cache_pb2\nclass V: ...\n",
             "protos/v1/cache_pb2.py": "",
         },
     )
@@ -48,7 +48,7 @@ def test_a_tree_without_violations_passes(tmp_path: Path, capsys: pytest.Capture
     ("path", "source", "expected"),
     [
         ("tiers/lmdb/tier.py", "def f():\n    from ...cuda import host\n", "tiers may not import cuda"),
-        ("tiers/base.py", "from ..client import errors\n", "tiers may not import client"),
+        ("tiers/secondary_tier.py", "from ..client import errors\n", "tiers may not import client"),
         ("cuda/copy.py", "from .. import tiers\n", "cuda may not import tiers"),
         ("protos/endpoint.py", "from ..cuda import host\n", "protos may not import cuda"),
         ("client/sync.py", "from ..server import config\n", "client may not import server"),
@@ -60,7 +60,13 @@ def test_a_tree_without_violations_passes(tmp_path: Path, capsys: pytest.Capture
 )
 def test_an_import_against_the_arrows_is_found(path: str, source: str, expected: str, tmp_path: Path) -> None:
     """Relative or absolute, at start, in a function or for types only."""
-    others = ("cuda/host/a.py", "protos/v1/cache_pb2.py", "tiers/base.py", "server/config/b.py", "client/sync.py")
+    others = (
+        "cuda/host/a.py",
+        "protos/v1/cache_pb2.py",
+        "tiers/secondary_tier.py",
+        "server/config/b.py",
+        "client/sync.py",
+    )
     _plant(tmp_path, {**dict.fromkeys((*others, "client/transport/c.py"), ""), path: source})
     assert [line for line in import_graph.check(tmp_path) if line.startswith(f"{path}:") and expected in line]
 

@@ -7,7 +7,8 @@ author of a tier needs. Numbers like (B4.3) cite docs/behaviour.md.
 
 from __future__ import annotations
 
-from .base import (
+from .negotiation import vote
+from .secondary_tier import (
     BlockBytes,
     Entry,
     Medium,
@@ -23,7 +24,6 @@ from .base import (
     TierOpenError,
     Vote,
 )
-from .negotiation import vote
 from .storage.checksum import block_checksum
 from .storage.health import TierHealth
 

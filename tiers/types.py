@@ -17,8 +17,8 @@ from ..protos.values import (
     PublishStatus,
     StoreStatus,
 )
-from .base import NamespaceId, OffloadPolicy, Vote
 from .errors import InvalidItem, InvalidKey, InvalidNamespace
+from .secondary_tier import NamespaceId, OffloadPolicy, Vote
 
 __all__ = [
     "GROUP_INDEX_BYTES",

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, NewType, is_typeddict
 
 from kvtier import client, tiers
-from kvtier.tiers import base
+from kvtier.tiers import secondary_tier
 
 __all__ = ["page"]
 
@@ -61,7 +61,7 @@ def page() -> str:
     parts.append(
         "Reference of the names of `kvtier.tiers`. [Writing a tier](writing-a-tier.md) explains how to use them.\n"
     )
-    public: ModuleType = tiers if getattr(tiers, "__all__", None) else base
+    public: ModuleType = tiers if getattr(tiers, "__all__", None) else secondary_tier
     contract = {name: getattr(public, name) for name in public.__all__}
     for name, value in sorted(contract.items(), key=lambda item: item[0] != "SecondaryTier"):
         parts += _entry(name, value)

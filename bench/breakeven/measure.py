@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.client.errors import KVTierError, Unavailable
-from kvtier.client.session.connection import TransportName
+from kvtier.client.session.reconnect import TransportName
 from kvtier.client.sync import Client
 from kvtier.client.timeouts import Timeouts
 from kvtier.protos.v1 import admin_pb2

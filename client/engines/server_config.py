@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, get_args
 from ...protos.credentials import Credentials
 from ...protos.endpoint import client_endpoint
 from ...protos.spelling import did_you_mean
-from ..session.connection import TransportName
+from ..session.reconnect import TransportName
 
 __all__ = ["ServerConfig", "check_number"]
 

@@ -16,8 +16,8 @@ from ...protos.credentials import Credentials
 from ...protos.endpoint import Endpoint, client_endpoint
 from ..effects import Call, Connect, Copy, Effect, Operation, Performer, Pull, Push
 from ..errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_call
-from ..session.connection import ClientIdentity, SessionConnection
 from ..session.fork_guard import ForkGuarded, fork_safe
+from ..session.reconnect import ClientIdentity, SessionConnection
 from ..session.session import ClientSession
 from ..timeouts import Timeouts
 from .grpc_methods import (

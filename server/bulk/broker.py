@@ -27,11 +27,11 @@ from ..auth.audit_log import AuditLog
 from ..auth.authenticator import Authenticator
 from ..auth.rate_limits import RateLimiter
 from ..auth.roles import require_role
+from ..core_runtime import TierRuntime
 from ..refused import Refused
+from ..rpc.own_copies import Writers
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import OpenSession, SessionRegistry
-from ..rpc.writers import Writers
-from ..runtime import TierRuntime
 from ..telemetry.metrics import Metrics
 from .messages import (
     Accepted,

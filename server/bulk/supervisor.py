@@ -13,7 +13,7 @@ from typing import Any
 from ...cuda.host.region import HostRegion
 from ..config.schema import Config
 from ..process.child import Child, Restarts
-from ..rpc.sockets import SocketError, bind_tcp
+from ..rpc.listening_sockets import SocketError, bind_tcp
 from ..telemetry.downgrades import Downgrades
 from ..telemetry.logs import get_logger
 from .broker import BulkBroker

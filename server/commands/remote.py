@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 
-from ...tiers.base import TierError
 from ...tiers.remote.bucket import Bucket, StoredObject
 from ...tiers.remote.network_tier import RemoteLimits
 from ...tiers.remote.pack_format import FORMATS, ROOT, format_folder, format_of
 from ...tiers.remote.s3 import BucketAddress, BucketOptions, open_bucket
+from ...tiers.secondary_tier import TierError
 from ..config.s3 import read_s3_options
 from ..config.schema import ConfigError, TierConfig
 from ..config.units import human_size, parse_duration

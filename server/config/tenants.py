@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ...protos.spelling import did_you_mean
-from ...tiers.base import SecondaryTier
 from ...tiers.core.settings import CPU_TIER, TierSettings
 from ...tiers.eviction.quotas import QuotaError, Quotas, Tenant
+from ...tiers.secondary_tier import SecondaryTier
 from ...tiers.types import TENANT_TAG_BYTES
 from .fields import SETTINGS, TENANT_SETTINGS, TableError, read_table
 from .schema import Amount, Config, RateConfig, TenantConfig, TierConfig

@@ -16,9 +16,9 @@ from ...cuda.device.exports import DeviceExport, ExportedAllocation, Origin, oth
 from ...cuda.device.layout import BlockLayout, LayoutError, LayoutRun
 from ...protos.v1 import devices_pb2, session_pb2, transfer_pb2
 from ...tiers.types import EngineSession
+from ..core_runtime import TierRuntime, random_ids
 from ..refused import Refused
 from ..rpc.sessions import SessionRegistry
-from ..runtime import TierRuntime, random_ids
 from ..telemetry.logs import get_logger
 from .copy_worker_client import CopyPlan, CopyWorkerClient
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from ... import __version__
 from ...protos.durations import seconds_of
 from ...protos.endpoint import default_endpoint, parse_endpoint
-from ...tiers.base import TierError
+from ...tiers.secondary_tier import TierError
 from ..config.peers import PEERS_TIER
 from ..config.schema import TierConfig
 from ..config.units import human_age, human_size
+from ..rpc.listening_sockets import port_error
 from ..rpc.sessions import PROTOCOL_VERSIONS
-from ..rpc.sockets import port_error
 from ..tier_host.factory import tier_class
 from ..tier_host.guard import describe_error
 from .finding import CheckContext, CheckResult, fail, ok, warn

@@ -22,19 +22,19 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from ...tiers.base import NamespaceId
 from ...tiers.core.event_log import event_scope
 from ...tiers.negotiation import Medium
+from ...tiers.secondary_tier import NamespaceId
 from ..auth.roles import Role
 from ..config.events import EventConfig
+from ..core_runtime import TierRuntime
 from ..rpc.sessions import OpenSession, SessionRegistry
-from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
+from .log_reader import EventWatch, TierBlocks, WatchPhase, pause
 from .messages import MessageEncoder
 from .reader_process import ReaderProcess
 from .topic import Topic
 from .topic_owners import MAX_ADDRESSES, TopicOwners
-from .watch import EventWatch, TierBlocks, WatchPhase, pause
 
 __all__ = ["EventPublisher", "topic_of"]
 

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ...tiers.base import NamespaceId
 from ...tiers.core.event_log import event_scope
+from ...tiers.secondary_tier import NamespaceId
 from ..config.events import EventConfig
 from ..process.child import Child, Restarts
 from ..telemetry.downgrades import Downgrades

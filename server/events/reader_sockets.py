@@ -6,7 +6,7 @@ import socket
 from typing import Final
 
 from ...protos.endpoint import EndpointError, parse_endpoint
-from ..rpc.sockets import SocketClaim, SocketError, bind_tcp
+from ..rpc.listening_sockets import SocketClaim, SocketError, bind_tcp
 
 __all__ = ["SEND_BUFFER_BYTES", "PublisherError", "ReaderSocket"]
 

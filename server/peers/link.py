@@ -21,7 +21,7 @@ from ...client.errors import KVTierError, LimitExceeded, ServerError, SessionLos
 from ...client.operations.arguments import LookupOptions
 from ...client.operations.lookups import LookupOperations
 from ...client.results import KeyStatus, LookupResult, TierFilter
-from ...client.session.connection import PROTOCOL_VERSION
+from ...client.session.reconnect import PROTOCOL_VERSION
 from ...client.session.session import ClientSession
 from ...client.timeouts import Timeouts
 from ...client.transport.aio_transport import AsyncServiceTransport, run_operation
@@ -29,7 +29,7 @@ from ...client.transport.grpc_methods import LOCATE, SERVICE_OPTIONS
 from ...protos.credentials import Credentials
 from ...protos.endpoint import Endpoint
 from ...protos.v1 import cache_pb2, common_pb2, session_pb2, transfer_pb2
-from ...tiers.base import NamespaceId
+from ...tiers.secondary_tier import NamespaceId
 from .pull import PeerStreams
 
 __all__ = ["LEASE_SECONDS", "PeerLease", "PeerLink"]

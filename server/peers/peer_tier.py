@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...client.errors import KVTierError, LeaseLost
-from ...tiers.base import BlockBytes, Entry, Medium, NamespaceId, OffloadPolicy, Outcome, SecondaryTier, Vote
 from ...tiers.core.pin_budget import affordable
 from ...tiers.negotiation import RequestInfo
 from ...tiers.remote.circuit_breaker import CircuitBreaker
+from ...tiers.secondary_tier import BlockBytes, Entry, Medium, NamespaceId, OffloadPolicy, Outcome, SecondaryTier, Vote
 from ...tiers.types import tenant_of
 from ..config.peers import PEERS_TIER
 from ..telemetry.logs import get_logger

@@ -13,7 +13,7 @@ from ...client.transport.socket_streams import SocketStreams
 from ...protos.buffers import address_of
 from ...protos.credentials import Credentials
 from ...protos.v1 import common_pb2, session_pb2, transfer_pb2
-from ...tiers.base import Outcome
+from ...tiers.secondary_tier import Outcome
 
 __all__ = ["PeerStreams", "outcome_of"]
 

@@ -21,14 +21,14 @@ from ...protos.credentials import Credentials, CredentialsError
 from ...protos.endpoint import Endpoint
 from ...protos.peer_directory import PeerDirectory
 from ...protos.v1 import cache_pb2, common_pb2
-from ...tiers.base import TierFilter
 from ...tiers.errors import CoreError
 from ...tiers.remote.circuit_breaker import CircuitBreaker
+from ...tiers.secondary_tier import TierFilter
 from ...tiers.types import EngineSession, tenant_of
 from ..config.peers import PeersConfig
+from ..core_runtime import TierRuntime
 from ..refused import Refused
 from ..rpc.slice_scheduler import SliceScheduler, slices_of
-from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
 from .link import PeerLink
 from .peer_tier import PeerTier

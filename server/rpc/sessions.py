@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...protos.v1 import common_pb2, session_pb2
-from ...tiers.base import NamespaceId
+from ...tiers.secondary_tier import NamespaceId
 from ...tiers.stats.tenant_records import RecordsByTenant
 from ...tiers.types import NAMESPACE_BYTES, TENANT_TAG_BYTES, EngineSession, NamespaceSpec, tenant_of
 from ..auth.rate_limits import RateLimiter, RateLimiters
@@ -20,8 +20,8 @@ from ..auth.roles import CALLER, OWNER, Identity
 from ..config.machine import max_descriptors
 from ..config.schema import RateConfig
 from ..config.tenants import tenant_tag
+from ..core_runtime import TierRuntime
 from ..refused import Refused
-from ..runtime import TierRuntime
 
 __all__ = ["OpenSession", "SessionRegistry", "namespace_spec"]
 

@@ -14,17 +14,17 @@ import grpc
 from google.protobuf.message import Message
 
 from ...protos.v1 import admin_pb2, admin_pb2_grpc
-from ...tiers.base import NamespaceId
 from ...tiers.core.bulk_eviction import Eviction, EvictionRequest
 from ...tiers.core.in_flight_stores import Store
 from ...tiers.core.leases import BlockLease
+from ...tiers.secondary_tier import NamespaceId
 from ...tiers.types import NAMESPACE_BYTES
 from ..config.tenants import tenant_tag
+from ..core_runtime import TierRuntime
 from ..drain import Drain
 from ..refused import Refused
 from ..rpc.request_checks import duration_seconds
 from ..rpc.sessions import SessionRegistry
-from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
 from .admin_messages import (
     evict_step,

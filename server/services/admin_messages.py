@@ -15,18 +15,18 @@ from ... import __version__
 from ...cuda.host.region import HostRegion
 from ...protos.durations import duration_of
 from ...protos.v1 import admin_pb2, cache_pb2, handoff_pb2
-from ...tiers.base import OffloadPolicy
 from ...tiers.core.block import Block
 from ...tiers.core.bulk_eviction import Eviction
 from ...tiers.core.holds import Hold
 from ...tiers.core.in_flight_stores import Store
 from ...tiers.core.leases import BlockLease
+from ...tiers.secondary_tier import OffloadPolicy
 from ...tiers.stats.request_log import HoldRecord, LookupRecord, OutcomeRun, RequestRecord
 from ...tiers.stats.snapshots import HandoffStats, TierStats
 from ...tiers.types import NAMESPACE_BYTES, HandoffDirection, MissReason, ShareStats
+from ..core_runtime import TierRuntime
 from ..rpc.sessions import PROTOCOL_VERSIONS, OpenSession, SessionRegistry
 from ..rpc.slice_scheduler import slices_of
-from ..runtime import TierRuntime
 from ..telemetry.downgrades import Downgrade
 from ..telemetry.loop_lag import LoopLag
 from ..telemetry.metrics import ServerStats

@@ -12,16 +12,16 @@ import msgspec
 
 from ...protos.v1 import cache_pb2, cache_pb2_grpc
 from ...protos.wire.packed_keys import pack_offsets
-from ...tiers.base import RequestInfo, TierFilter
 from ...tiers.core.call_specs import LookupSpec, StoreSpec
 from ...tiers.core.leases import BlockLease
 from ...tiers.errors import CoreError, LeaseNotFound, StoreNotFound
+from ...tiers.secondary_tier import RequestInfo, TierFilter
 from ...tiers.types import EngineSession, KeyStatus, LeaseId, MissReason, StoreId
+from ..core_runtime import TierRuntime
 from ..peers.sources import Located, PeerSources
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
-from ..runtime import TierRuntime
 from .admin_messages import POLICIES
 from .long_calls import LongCalls
 

@@ -13,17 +13,17 @@ import grpc
 from ...protos.durations import duration_of
 from ...protos.v1 import conversation_pb2, conversation_pb2_grpc
 from ...protos.wire.packed_keys import count_keys
-from ...tiers.base import NamespaceId
 from ...tiers.core.call_specs import LookupSpec
 from ...tiers.core.conversation_actions import ActionCounts, BlockAction
 from ...tiers.core.conversations import Conversation, number_in
+from ...tiers.secondary_tier import NamespaceId
 from ...tiers.types import NAMESPACE_BYTES, NamespaceSpec
 from ..auth.roles import CALLER, Role
 from ..config.tenants import tenant_tag
+from ..core_runtime import TierRuntime
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
-from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
 from .long_calls import LongCalls
 

@@ -17,13 +17,13 @@ from ...protos.v1 import devices_pb2, transfer_pb2
 from ...tiers.core.block import Block
 from ...tiers.core.in_flight_stores import Store
 from ...tiers.types import GROUP_INDEX_BYTES, LeaseId, StoreId
+from ..core_runtime import TierRuntime
 from ..devices.copy_worker_client import CopyPlan
 from ..devices.registry import DeviceRegistry, Registration, export_of
 from ..refused import Refused
+from ..rpc.own_copies import Writers
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
-from ..rpc.writers import Writers
-from ..runtime import TierRuntime
 from ..telemetry.metrics import Metrics
 
 __all__ = ["DeviceCopyCalls", "add_device_calls"]

@@ -15,17 +15,17 @@ import grpc
 from ...protos.v1 import common_pb2, events_pb2, events_pb2_grpc
 from ...protos.wire.block_contents import TOKEN_BYTES, pack_contents, unpack_contents
 from ...protos.wire.packed_keys import unpack_keys
-from ...tiers.base import NamespaceId
 from ...tiers.core.block_contents import BlockContent
 from ...tiers.core.event_log import BlockEvent, EventKind, event_scope
 from ...tiers.negotiation import Medium
+from ...tiers.secondary_tier import NamespaceId
 from ...tiers.types import GROUP_INDEX_BYTES, EngineSession
-from ..events.watch import EventWatch, WatchPhase, WatchStep
+from ..core_runtime import TierRuntime
+from ..events.log_reader import EventWatch, WatchPhase, WatchStep
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..rpc.slice_scheduler import SliceScheduler
-from ..runtime import TierRuntime
 
 __all__ = ["EventService", "medium_of"]
 

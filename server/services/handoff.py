@@ -15,11 +15,11 @@ from ...tiers.core.holds import Hold
 from ...tiers.errors import HoldExpired
 from ...tiers.stats.request_log import ClaimOutcome
 from ...tiers.types import EngineSession, HandoffDirection, HoldName, Owner, PublishStatus
+from ..core_runtime import TierRuntime
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..rpc.slice_scheduler import slices_of
-from ..runtime import TierRuntime
 from .long_calls import LongCalls
 
 __all__ = ["HandoffService"]

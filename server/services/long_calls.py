@@ -16,10 +16,10 @@ from ...tiers.core.in_flight_stores import STORE_SLICE
 from ...tiers.core.operations import Operation
 from ...tiers.errors import LeaseNotFound
 from ...tiers.types import EngineSession, LeaseId, StoreId
+from ..core_runtime import TierRuntime
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..rpc.slice_scheduler import SliceScheduler, slices_of
-from ..runtime import TierRuntime
 
 __all__ = ["LongCalls"]
 

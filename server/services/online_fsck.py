@@ -9,12 +9,12 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...tiers.base import NamespaceId, TierError
+from ...tiers.secondary_tier import NamespaceId, TierError
 from ...tiers.storage.fsck import Finding, Slice, check
 from ...tiers.types import NAMESPACE_BYTES
+from ..core_runtime import TierRuntime
 from ..refused import Refused
 from ..rpc.sessions import SessionRegistry
-from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
 from ..tier_host.guard import CheckedTier
 

@@ -14,9 +14,9 @@ from ...protos.durations import duration_of
 from ...protos.v1 import session_pb2, session_pb2_grpc
 from ..auth.roles import CALLER
 from ..config.schema import Config
+from ..core_runtime import TierRuntime
 from ..refused import Refused
 from ..rpc.sessions import PROTOCOL_VERSIONS, SessionRegistry
-from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
 
 __all__ = ["SessionService"]

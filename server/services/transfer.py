@@ -23,13 +23,13 @@ from ...protos.wire.part_sequence import FRAME_BYTES, PartSequence
 from ...tiers.core.in_flight_stores import Store
 from ...tiers.types import EngineSession, LeaseId, StoreId
 from ..bulk.supervisor import BulkProcess
+from ..core_runtime import TierRuntime
 from ..refused import Refused
 from ..rpc.attach_socket import SUFFIX
 from ..rpc.request_checks import PushFrameSizes, RefusingBounds, RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..rpc.slice_scheduler import GRPC_SECONDS
 from ..rpc.socket_calls import SocketCallServer
-from ..runtime import TierRuntime
 from ..telemetry.metrics import Metrics
 from .long_calls import LongCalls
 

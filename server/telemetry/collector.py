@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ... import __version__
-from ...tiers.base import NamespaceId
+from ...tiers.secondary_tier import NamespaceId
 from ...tiers.stats.request_log import ClaimOutcome
 from ...tiers.stats.snapshots import HandoffStats, ManagerStats, NamespaceStats
 from ...tiers.types import HandoffDirection, MissReason

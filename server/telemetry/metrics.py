@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
 
 from ...protos.error_reasons import STATUS_OF
-from ...tiers.base import Outcome
+from ...tiers.secondary_tier import Outcome
 from .collector import ServerStats, Snapshot, SnapshotCollector
 from .definitions import METRICS, SOURCE_OUTCOMES
 

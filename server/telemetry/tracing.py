@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from ... import __version__
-from ...tiers.base import Outcome
+from ...tiers.secondary_tier import Outcome
 from ..config.schema import TracingConfig
 from .downgrades import Downgrades
 from .metrics import JobObserver

@@ -1,1 +1,1 @@
-"""Runs tiers on threads and checks that they comply with the contract of `tiers.base`."""
+"""Runs tiers on threads and checks that they comply with the contract of `tiers.secondary_tier`."""

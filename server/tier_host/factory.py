@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from ...cuda.host.region import HostRegion
-from ...tiers.base import Medium, SecondaryTier, TierError, TierOpenError
 from ...tiers.remote.value_codec import ValueCodec
+from ...tiers.secondary_tier import Medium, SecondaryTier, TierError, TierOpenError
 from ..auth.credential_files import FileError
 from ..config.remote import read_remote_options
 from ..config.schema import TierConfig

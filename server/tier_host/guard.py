@@ -15,8 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
-from ...tiers.base import BlockBytes, Entry, NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
 from ...tiers.core.presence_cache import Name
+from ...tiers.secondary_tier import (
+    BlockBytes,
+    Entry,
+    NamespaceId,
+    OffloadPolicy,
+    Outcome,
+    RequestInfo,
+    SecondaryTier,
+    Vote,
+)
 from ...tiers.storage.fsck import Checkable
 from ...tiers.storage.health import TierHealth
 from ...tiers.types import NAMESPACE_BYTES

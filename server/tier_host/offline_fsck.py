@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...tiers.base import SecondaryTier, TierDamagedError, TierError, TierInUseError
+from ...tiers.secondary_tier import SecondaryTier, TierDamagedError, TierError, TierInUseError
 from ...tiers.storage.fsck import Checkable, Finding, check
 from ...tiers.types import NAMESPACE_BYTES
 from ..config.schema import TierConfig

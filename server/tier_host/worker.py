@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ...tiers.base import BlockBytes, Outcome, SecondaryTier, TierError
 from ...tiers.core.presence_cache import Name
+from ...tiers.secondary_tier import BlockBytes, Outcome, SecondaryTier, TierError
 from ...tiers.types import tenant_of
 from ..telemetry.logs import get_logger
 from ..telemetry.metrics import JobObserver

@@ -13,7 +13,7 @@ from harness.polling import async_wait_until, wait_until
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import AsyncClient, Client, KVTierError, NotConnected, SessionLost, Timeouts
-from kvtier.client.session.connection import TransportName
+from kvtier.client.session.reconnect import TransportName
 from kvtier.client.transport import aio_transport
 
 NAMESPACE = namespace_of(MIB)

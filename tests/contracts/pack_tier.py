@@ -14,12 +14,12 @@ from contracts.shared_tier import ROW, SharedTierContract
 from contracts.tier import CORRUPT, DONE, KIB, MISSING, SPACE, content, empty, fetch, full, held, key
 from harness.polling import wait_until
 
-from kvtier.tiers.base import BlockBytes, NamespaceId, SecondaryTier
 from kvtier.tiers.remote import value_codec
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.pack_finder import REFRESH_SECONDS
 from kvtier.tiers.remote.pack_format import PackedValue, PackName, decode_index, encode_index, folder_of
 from kvtier.tiers.remote.value_codec import ValueCodec
+from kvtier.tiers.secondary_tier import BlockBytes, NamespaceId, SecondaryTier
 
 __all__ = ["PackTierContract"]
 

@@ -36,7 +36,7 @@ from contracts.tier import (
     held,
 )
 
-from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, OffloadPolicy, RequestInfo, SecondaryTier
+from kvtier.tiers.secondary_tier import BlockBytes, Entry, NamespaceId, OffloadPolicy, RequestInfo, SecondaryTier
 
 __all__ = ["SecondaryTierContract"]
 

@@ -34,10 +34,10 @@ from contracts.tier import (
 )
 from harness.polling import wait_until
 
-from kvtier.tiers.base import BlockBytes, Medium, NamespaceId, Outcome, RequestInfo, SecondaryTier
 from kvtier.tiers.remote.circuit_breaker import PROBE_SECONDS
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.value_codec import name_of
+from kvtier.tiers.secondary_tier import BlockBytes, Medium, NamespaceId, Outcome, RequestInfo, SecondaryTier
 
 __all__ = [
     "DEADLINE_SECONDS",

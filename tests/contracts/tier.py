@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 
 import pytest
 
-from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
+from kvtier.tiers.secondary_tier import BlockBytes, NamespaceId, Outcome
 
 KIB, MIB = 1 << 10, 1 << 20
 SPACE = NamespaceId(b"tag of a tenant." + b"namespace number")

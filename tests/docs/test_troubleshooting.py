@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvtier.client import errors
 from kvtier.client.errors import KVTierError
-from kvtier.client.session import connection
+from kvtier.client.session import reconnect
 from kvtier.protos.error_reasons import STATUS_OF
 from kvtier.protos.v1 import admin_pb2
 
@@ -49,7 +49,7 @@ def test_every_exception_has_a_row_with_its_reasons() -> None:
 
 def test_a_session_without_shared_memory_is_explained() -> None:
     """A row quotes the client's log text."""
-    assert f'| "{connection._NOT_SHARED.removesuffix(" (shared_memory)")}" |' in _section(
+    assert f'| "{reconnect._NOT_SHARED.removesuffix(" (shared_memory)")}" |' in _section(
         "An engine does not find the server"
     )
 

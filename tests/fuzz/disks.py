@@ -15,7 +15,7 @@ from pathlib import Path
 from kvtier.server.config.schema import TierConfig
 from kvtier.server.tier_host.factory import open_tier
 from kvtier.server.tier_host.offline_fsck import check_offline
-from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome, TierError
+from kvtier.tiers.secondary_tier import BlockBytes, NamespaceId, Outcome, TierError
 
 from .tape import Tape, byte
 

@@ -24,7 +24,6 @@ from kvtier.server.bulk import messages
 from kvtier.server.config.loader import load
 from kvtier.server.config.schema import ConfigError, LimitConfig
 from kvtier.server.process import child_main
-from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
 from kvtier.tiers.disk import format as disk_format
 from kvtier.tiers.lmdb import format as lmdb_format
 from kvtier.tiers.remote import pack_format, value_codec
@@ -32,6 +31,7 @@ from kvtier.tiers.remote.mooncake import codes_in
 from kvtier.tiers.remote.object_store import StoreUnavailableError
 from kvtier.tiers.remote.resp import ErrorAnswer, RespConnection
 from kvtier.tiers.remote.valkey_nodes import owners_in
+from kvtier.tiers.secondary_tier import BlockBytes, NamespaceId, Outcome
 from kvtier.tiers.storage.fsck import NAMESPACE_BYTES  # type: ignore[attr-defined]
 
 from .tape import Tape, byte

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from harness.polling import wait_until
 
-from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.negotiation import vote
+from kvtier.tiers.secondary_tier import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 
 __all__ = ["HONEST_ENTRY", "BadTier"]
 

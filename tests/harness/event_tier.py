@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.event_log import EventLog
+from kvtier.tiers.secondary_tier import NamespaceId
 
 __all__ = ["NAMESPACE", "EventTier"]
 

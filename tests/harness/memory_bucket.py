@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import obstore
 from obstore.store import MemoryStore
 
-from kvtier.tiers.base import TierError
 from kvtier.tiers.remote.bucket import Bucket, StoredObject, StoreFullError
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.object_store import StoreUnavailableError
 from kvtier.tiers.remote.pack_tier import PackTier
+from kvtier.tiers.secondary_tier import TierError
 
 __all__ = ["MemoryBucket", "MemoryPackTier", "pack_tier"]
 

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvtier.tiers.base import Outcome
 from kvtier.tiers.remote.object_store import StoreUnavailableError
+from kvtier.tiers.secondary_tier import Outcome
 
 __all__ = ["MemoryStore", "StoreClient"]
 

@@ -23,18 +23,18 @@ from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.server.bulk.broker import BulkBroker
 from kvtier.server.bulk.messages import ToChild
 from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
+from kvtier.server.core_runtime import TierRuntime
 from kvtier.server.peers.sources import PeerSources
 from kvtier.server.refused import Refused
+from kvtier.server.rpc.own_copies import Writers
 from kvtier.server.rpc.request_checks import RequestValidator
 from kvtier.server.rpc.slice_scheduler import SliceScheduler
-from kvtier.server.rpc.writers import Writers
-from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.cache import CacheService
 from kvtier.server.services.long_calls import LongCalls
 from kvtier.server.services.transfer import TransferService
-from kvtier.tiers.base import NamespaceId, SecondaryTier
 from kvtier.tiers.core.call_specs import StoreSpec
 from kvtier.tiers.core.completions import Durability
+from kvtier.tiers.secondary_tier import NamespaceId, SecondaryTier
 from kvtier.tiers.types import DurableStatus, EngineSession, NamespaceSpec, StoreId
 
 __all__ = ["PART", "SPEC", "Calls", "broker_of", "duration", "no_sources", "serving", "transfers_of", "until"]

@@ -7,8 +7,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from kvtier.tiers.base import BlockBytes, Entry, Medium, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.negotiation import vote
+from kvtier.tiers.secondary_tier import (
+    BlockBytes,
+    Entry,
+    Medium,
+    NamespaceId,
+    Outcome,
+    RequestInfo,
+    SecondaryTier,
+    Vote,
+)
 
 __all__ = ["SharedDirectory"]
 

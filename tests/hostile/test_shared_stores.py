@@ -21,12 +21,12 @@ from harness.polling import wait_until
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import Client
-from kvtier.tiers.base import NamespaceId, SecondaryTier
 from kvtier.tiers.remote import value_codec
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.pack_format import PackName, encode_index, folder_of
 from kvtier.tiers.remote.s3 import S3Tier
 from kvtier.tiers.remote.valkey import ValkeyTier
+from kvtier.tiers.secondary_tier import NamespaceId, SecondaryTier
 
 PART = 64 << 10
 VICTIM, ATTACKER = (namespace_of(PART, model=model) for model in ("victim", "attacker"))

@@ -309,13 +309,13 @@ CLIENT_FAULTS = (
     ),
     Fault(
         "a client never notices a silent server",
-        "client/session/connection.py",
+        "client/session/reconnect.py",
         "heartbeats.next_within(_SILENT_INTERVALS * first",
         "heartbeats.next_within(1000 * _SILENT_INTERVALS * first",
     ),
     Fault(
         "a session with a server that was restarted meanwhile is used",
-        "client/session/connection.py",
+        "client/session/reconnect.py",
         "if first.session.epoch != capabilities.epoch:",
         "if False:",
     ),
@@ -357,7 +357,7 @@ CLIENT_FAULTS = (
     ),
     Fault(
         "a client retries as often as in the beginning",
-        "client/session/connection.py",
+        "client/session/reconnect.py",
         "                self._report(error)\n                backoff.grow()",
         "                self._report(error)",
     ),

@@ -172,7 +172,7 @@ SERVER_FAULTS = (
     ),
     Fault(
         "slots are reused while a stream reads them",
-        "server/rpc/writers.py",
+        "server/rpc/own_copies.py",
         "        lease.readers += 1\n",
         "        lease.readers += 0\n",
     ),
@@ -184,7 +184,7 @@ SERVER_FAULTS = (
     ),
     Fault(
         "an ended copy stays a writer of its store",
-        "server/rpc/writers.py",
+        "server/rpc/own_copies.py",
         "            self._runtime.core.writer_gone(session_id, number)\n",
         "",
     ),
@@ -355,7 +355,7 @@ SERVER_FAULTS = (
     ),
     Fault(
         "a stalled replay blocks the others",
-        "server/events/watch.py",
+        "server/events/log_reader.py",
         "    replay.abandon()\n    lock.close()\n",
         "    replay.abandon()\n",
     ),

@@ -3,12 +3,12 @@
 from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
+from kvtier.tiers.secondary_tier import NamespaceId, Outcome
 from kvtier.tiers.types import EngineSession, KeyStatus, NamespaceSpec, StoreStatus
 
 SPEC = NamespaceSpec(NamespaceId(b"n" * 32), world_size=1, part_bytes=(4096, 16384))

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LoadFromTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.eviction.quotas import Tenant, TenantShare
+from kvtier.tiers.secondary_tier import NamespaceId, Outcome
 from kvtier.tiers.types import EngineSession, KeyStatus, NamespaceSpec
 
 PAGE = 4096

@@ -16,7 +16,7 @@ from harness.launch import launch
 from harness.traffic import PART, assert_stored, store
 
 from kvtier.server.cli import main
-from kvtier.tiers.base import NamespaceId, SecondaryTier, TierDamagedError, TierInUseError
+from kvtier.tiers.secondary_tier import NamespaceId, SecondaryTier, TierDamagedError, TierInUseError
 from kvtier.tiers.storage.fsck import check
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "third_party_tier"

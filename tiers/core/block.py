@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..types import HOLD_ONLY_KEY_PREFIX, NamespaceSpec
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..types import TENANT_TAG_BYTES
 
 __all__ = ["BlockContent", "BlockContents"]

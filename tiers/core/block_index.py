@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from .block import Block, NamespaceIndex
 
 __all__ = ["KEPT_EMPTY", "BlockIndex"]

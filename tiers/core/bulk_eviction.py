@@ -17,11 +17,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..types import TENANT_TAG_BYTES
 from .catalog import CatalogEntry, UsedElsewhere
 from .operations import Operation
-from .secondary import SecondaryTierState
+from .secondary_state import SecondaryTierState
 
 __all__ = ["SLICE", "Eviction", "EvictionProgress", "EvictionRequest", "EvictionSource", "SecondaryTierSource"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..base import TierFilter
+from ..secondary_tier import TierFilter
 
 __all__ = ["LookupSpec", "StoreSpec"]
 

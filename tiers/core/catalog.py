@@ -11,9 +11,9 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any
 
-from ..base import Entry, NamespaceId
 from ..eviction.queues import EvictionQueue, EvictionQueues
 from ..eviction.quotas import TenantShare, pick_victims
+from ..secondary_tier import Entry, NamespaceId
 from ..stats.eviction_history import EvictionHistory
 from ..types import MissReason
 from .block_index import KEPT_EMPTY

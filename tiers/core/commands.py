@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..types import JobId, LeaseId
 from .block import Block
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from ..base import NamespaceId, Outcome
+from ..secondary_tier import NamespaceId, Outcome
 from ..stats.eviction_history import EvictionHistory
 from ..types import DurableStatus, JobId, MissReason, tenant_of
 from .block import Block
@@ -106,7 +106,7 @@ class Durability:
             for key in keys
             if (block := blocks.get(key)) and block.ready and not self._residency.is_becoming_durable(namespace, key)
         ]
-        self._tier_jobs.cascade(waiting, None, even_if_busy=True)
+        self._tier_jobs.write_back.cascade(waiting, None, even_if_busy=True)
 
     def store_skipped(self) -> None:
         """Stores the blocks whose earlier store in a tier failed or found the queue full.
@@ -114,11 +114,11 @@ class Durability:
         The most recently used blocks are stored first. Blocks that a tier has evicted are not
         stored again, because they would displace the current blocks of the tier.
         """
-        self._tier_jobs.cascade(self._cpu_tier.skipped_blocks(), None, even_if_busy=True)
+        self._tier_jobs.write_back.cascade(self._cpu_tier.skipped_blocks(), None, even_if_busy=True)
 
     def flush_queues(self) -> None:
         """Starts the stores that wait for more blocks."""
-        self._tier_jobs.flush_queues()
+        self._tier_jobs.write_back.flush_queues()
 
     def of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
         if self._residency.is_durable(namespace, key):
@@ -213,7 +213,7 @@ class CompletionHandler:
         if not self._requests.settle(request, block):
             return 0
         if block.ready:
-            self._tier_jobs.cascade_for(request, [block])
+            self._tier_jobs.write_back.cascade_for(request, [block])
         else:
             request.incomplete += 1
         self._requests.end_if_settled(request)
@@ -250,4 +250,4 @@ class CompletionHandler:
         for request in change.acknowledged:
             self._requests.end_if_settled(request)
         if change.is_back:
-            self._tier_jobs.replay_skipped(tier, self._cpu_tier.skipped_blocks())
+            self._tier_jobs.write_back.replay_skipped(tier, self._cpu_tier.skipped_blocks())

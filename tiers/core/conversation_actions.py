@@ -11,8 +11,8 @@ import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..base import NamespaceId
 from ..errors import RetentionFull
+from ..secondary_tier import NamespaceId
 from ..stats.snapshots import ConversationStats
 from .block import Block
 from .bulk_eviction import SecondaryTierSource

@@ -17,7 +17,7 @@ from heapq import nlargest
 from itertools import count, islice, takewhile
 from operator import attrgetter
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..types import TENANT_TAG_BYTES, EngineSession, NamespaceSpec
 
 __all__ = ["Conversation", "ConversationTable", "number_in"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from operator import attrgetter
 
-from ..base import NamespaceId
 from ..eviction.queues import EvictionQueue, EvictionQueues, by_queue
 from ..eviction.quotas import TenantShare
+from ..secondary_tier import NamespaceId
 from ..stats.eviction_history import EvictionHistory
 from ..stats.snapshots import TierStats
 from ..types import MissReason, NamespaceSpec, tenant_of
@@ -16,7 +16,7 @@ from .block_index import BlockIndex
 from .event_log import EventLog
 from .retiring_extents import RetiringExtents
 from .slot_allocator import SlotAllocator
-from .slot_reclaim import SlotReclaimer, SpareRoom
+from .victim_selection import SlotReclaimer, SpareRoom
 
 __all__ = ["CpuTier"]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..types import HOLD_ONLY_KEY_PREFIX, TENANT_TAG_BYTES
 from .block_contents import BlockContent, BlockContents
 from .commands import Command, EventsRecorded

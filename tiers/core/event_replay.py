@@ -8,7 +8,7 @@ no block before the replay gets every stored and every removed event exactly onc
 
 from __future__ import annotations
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..types import HOLD_ONLY_KEY_PREFIX
 from .event_log import BlockEvent, EventKind, EventLog, EventRing
 

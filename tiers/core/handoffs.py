@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ..base import NamespaceId
 from ..errors import HoldExpired, HoldNotFound, InvalidItem
 from ..eviction.quotas import budgets_of
+from ..secondary_tier import NamespaceId
 from ..stats.request_log import ClaimOutcome
 from ..stats.snapshots import HandoffStats
 from ..stats.tenant_records import RecordsByTenant

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..base import NamespaceId
 from ..eviction.quotas import RetentionBudget, TenantShare
+from ..secondary_tier import NamespaceId
 from ..stats.request_log import HoldRecord, LookupRecord
 from ..types import EngineKey, EngineSession, HandoffDirection, HoldName, Owner, PublishStatus, tenant_of
 from .block import Block

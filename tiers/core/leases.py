@@ -12,8 +12,8 @@ from itertools import repeat
 from operator import is_
 from typing import TYPE_CHECKING, TypeVar
 
-from ..base import NamespaceId
 from ..errors import InvalidItem, LeaseNotFound, NotOwner, NotReady
+from ..secondary_tier import NamespaceId
 from ..types import EngineKey, EngineSession, KeyStatus, LeaseId, MissReason, Owner, tenant_of
 from .block import Block
 from .call_specs import LookupSpec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..types import MissReason
 from .block import Block
 from .cpu_tier import CpuTier
@@ -18,7 +18,7 @@ from .pin_budget import PinBudget
 from .prefetches import PrefetchBudget
 from .presence_cache import Presence
 from .room_queue import RoomQueue
-from .secondary import SecondaryTierState
+from .secondary_state import SecondaryTierState
 from .tier_jobs import TierJobs
 
 __all__ = ["LookupRoom"]

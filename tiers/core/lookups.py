@@ -400,7 +400,7 @@ class LookupHandler:
         if not hits:
             return 0
         not_retained = self._cpu_tier.use(hits, user, retain_until)
-        self._tier_jobs.used(hits, user)
+        self._tier_jobs.write_back.used(hits, user)
         if retain_until:
             self._tier_jobs.retain(hits)
         return not_retained

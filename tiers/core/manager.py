@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from ..base import NamespaceId, Outcome, RequestInfo
 from ..errors import InvalidNamespace, UnknownSession
+from ..secondary_tier import NamespaceId, Outcome, RequestInfo
 from ..stats.request_log import RequestRecord
 from ..types import EngineSession, JobId, LeaseId, NamespaceSpec, Negotiation, Owner, StoreAnswer, StoreId
 from .bulk_eviction import Eviction, EvictionRequest
 from .call_specs import LookupSpec, StoreSpec
 from .commands import Command
+from .handlers import CoreParts
 from .in_flight_stores import STORE_SLICE, Preparation, Store
 from .leases import LOOKUP_SLICE, BlockLease, LookupAnswer
 from .operations import Operation
-from .parts import CoreParts
 from .prefetches import PrefetchAnswer
 from .requests import Request
 from .settings import CPU_TIER
@@ -243,7 +243,7 @@ class TierManager(CoreParts):
         if resetting := self.resetting(session):
             return resetting
         self._handoffs.reset(session.namespace.id, self._now)
-        self._tier_jobs.flush_queues()  # queued blocks are pinned
+        self._tier_jobs.write_back.flush_queues()  # queued blocks are pinned
         self._sliced_work.continue_if(self._cpu_tier.reset(session.namespace.id))
         return self.resetting(session)
 

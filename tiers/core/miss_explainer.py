@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..stats.eviction_history import EvictionHistory
 from ..stats.request_log import LookupOutcome, OutcomeRun, outcome_runs
 from ..types import EngineSession, MissReason
@@ -13,7 +13,7 @@ from .block import Block
 from .cpu_tier import CpuTier
 from .leases import RunningLookup
 from .residency import ResidencyIndex
-from .secondary import SecondaryTierState
+from .secondary_state import SecondaryTierState
 
 __all__ = ["LookupMatch", "MissExplainer"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from ..base import NamespaceId
 from ..eviction.quotas import Quotas
+from ..secondary_tier import NamespaceId
 from ..types import tenant_of
 from .block import Block
 

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..types import tenant_of
 
 __all__ = ["Name", "Presence", "PresenceCache"]

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..base import OffloadPolicy, RequestInfo, SecondaryTier
 from ..errors import LimitExceeded
+from ..secondary_tier import OffloadPolicy, RequestInfo, SecondaryTier
 from ..types import EngineKey, EngineSession, Negotiation
 from .block import Block
 from .call_specs import StoreSpec

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from ..base import NamespaceId, TierFilter
 from ..errors import InvalidItem
+from ..secondary_tier import NamespaceId, TierFilter
 from ..types import EngineSession, JobId
 from .commands import Change, Command, LookupInTier
 from .cpu_tier import CpuTier
 from .operations import Operation
 from .presence_cache import Name, Presence
-from .secondary import SecondaryTierState
+from .secondary_state import SecondaryTierState
 
 __all__ = ["ResidencyIndex", "SharedTierQueries"]
 

@@ -18,7 +18,7 @@ from ..eviction.quotas import TenantShare
 from .block import Block
 from .pin_budget import affordable
 from .slot_allocator import Extent, SlotAllocator
-from .slot_reclaim import SlotReclaimer
+from .victim_selection import SlotReclaimer
 
 __all__ = ["GRACE_SECONDS", "RetiringExtents"]
 

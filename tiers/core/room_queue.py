@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from ..base import NamespaceId
 from ..eviction.quotas import TenantShare
+from ..secondary_tier import NamespaceId
 from ..stats.snapshots import RoomStats
 from ..types import EngineSession, tenant_of
 from .commands import Command, RoomOffered, Waiter

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..types import tenant_of
 from .block import Block
 from .commands import Command, ContinueWork

@@ -263,8 +263,8 @@ class StoreHandler:
         self._cpu_tier.became_ready(complete)
         request = store.request
         if request is not None:
-            self._tier_jobs.cascade_for(request, complete)
-        self._tier_jobs.cascade(complete, store.user)
+            self._tier_jobs.write_back.cascade_for(request, complete)
+        self._tier_jobs.write_back.cascade(complete, store.user)
         self._completions.settle(blocks)
         self._cpu_tier.unpin(blocks)
         if not store.blocks:
@@ -312,7 +312,7 @@ class StoreHandler:
         that has a part of another rank is never declined.
         """
         new = [block for block in wanted if not any(slot is not None for slot in block.slots)]
-        if self._tier_jobs.storing or owner.user is None or not self._cpu_tier.may_decline(new):
+        if self._tier_jobs.write_back.storing or owner.user is None or not self._cpu_tier.may_decline(new):
             return None
         self._cpu_tier.use(found, owner.user)  # the policy orders the new blocks among the others
         return set(self._cpu_tier.declined(new))
@@ -349,7 +349,7 @@ class StoreHandler:
 
     def _cascade_present(self, request: Request, blocks: Sequence[Block], own: Collection[Block]) -> None:
         """Stores ready blocks in the REQUEST_LEVEL tiers, pending ones when ready (B3.6, B3.9)."""
-        self._tier_jobs.cascade_for(request, [block for block in blocks if block.ready])
+        self._tier_jobs.write_back.cascade_for(request, [block for block in blocks if block.ready])
         for block in blocks:
             if block.pending and block not in own and not block.hold_only:
                 self._requests.wait_for(request, block)

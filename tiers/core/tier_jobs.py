@@ -1,4 +1,4 @@
-"""Jobs of tiers: write-back and promotion between the CPU tier and the secondary tiers.
+"""Jobs of tiers: stores to and loads from the secondary tiers, in batches, and their results.
 
 Every block of a job is pinned until the job has ended (B3.8), so that the slots stay valid.
 """
@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from ..base import NamespaceId, Outcome, SecondaryTier
+from ..secondary_tier import NamespaceId, Outcome, SecondaryTier
 from ..stats.eviction_history import EvictionHistory
 from ..types import JobId, MissReason
 from .block import Block
@@ -22,8 +22,9 @@ from .event_log import EventLog
 from .presence_cache import Name
 from .requests import Request
 from .residency import ResidencyIndex
-from .secondary import SecondaryTierState
+from .secondary_state import SecondaryTierState
 from .settings import TierSettings
+from .write_back import WriteBack
 
 __all__ = ["FinishedJob", "JobKind", "StallChange", "TierJobs"]
 
@@ -103,9 +104,7 @@ class TierJobs:
             )
             for index, tier in enumerate(tiers, start=1)
         ]
-        self.storing = [secondary for secondary in self.secondaries if not secondary.tier.on_demand]
-        """Tiers in which blocks are stored."""
-        self._filtered = [secondary for secondary in self.storing if secondary.admission is not None]
+        self.write_back = WriteBack(self.secondaries, cpu_tier, self._advance)
         self._cpu_tier = cpu_tier
         self._history = history
         self._commands = commands
@@ -130,77 +129,6 @@ class TierJobs:
             self._advance(secondary)
         return any(secondary.catalog.queues.overdue for secondary in self.secondaries)
 
-    def cascade(self, blocks: Sequence[Block], user: Hashable, *, even_if_busy: bool = False) -> None:
-        """Queues ready blocks for write-back to every tier that lacks them (B3.7, B3.10).
-
-        `user` identifies the request for eviction policies. A block that does not fit into a tier's
-        queue is not stored in this tier. A block that the tier's admission filter rejects may be
-        stored at its next use (`used`). With `even_if_busy`, there is no queue limit and no filter.
-        """
-        blocks = [block for block in blocks if not block.hold_only]
-        for block in blocks:
-            block.skip_reason = None
-        for secondary in self.storing:
-            for block in blocks:
-                if secondary.catalog.get(block.namespace, block.key) is None:
-                    if not even_if_busy and not secondary.admits(block, user):
-                        block.skip_reason = MissReason.POLICY
-                        continue
-                    limit = None if even_if_busy else secondary.max_queued_bytes
-                    if not self._enqueue(secondary, block, limit):
-                        block.skip_reason = MissReason.STORE_FAILED
-                        secondary.dropped += 1
-            secondary.use(blocks, user)
-            self._advance(secondary)
-
-    def used(self, blocks: Sequence[Block], user: Hashable) -> None:
-        """Offers blocks that a request found in the CPU tier to tiers with an admission filter."""
-        blocks = [block for block in blocks if not block.hold_only] if self._filtered else blocks
-        for secondary in self._filtered:
-            taken = []
-            for block in blocks:
-                if (
-                    block.ready
-                    and secondary.catalog.get(block.namespace, block.key) is None
-                    and secondary.admits(block, user)
-                ):
-                    if self._enqueue(secondary, block, secondary.max_queued_bytes):
-                        block.skip_reason = None
-                        taken.append(block)
-                    else:
-                        block.skip_reason = MissReason.STORE_FAILED
-                        secondary.dropped += 1
-            secondary.use(taken, user)
-            self._advance(secondary)
-
-    def cascade_for(self, request: Request, blocks: Sequence[Block]) -> None:
-        """Queues ready blocks for the request's REQUEST_LEVEL tiers, without a filter (B3.6).
-
-        The request waits for the end of these stores. The queue limit is twice the usual one. If a
-        block does not fit, it is not stored, and the request counts it as incomplete (B3.10).
-        """
-        blocks = [block for block in blocks if not block.hold_only]
-        for secondary in self.storing:
-            if secondary.index not in request.request_level_tiers:
-                continue
-            for block in blocks:
-                entry = secondary.catalog.get(block.namespace, block.key)
-                if entry is not None and entry.state is EntryState.HELD:
-                    continue
-                # A stalled tier may never finish the store.
-                if secondary.stalled or (
-                    entry is None and not self._enqueue(secondary, block, 2 * secondary.max_queued_bytes)
-                ):
-                    secondary.dropped += entry is None
-                    request.incomplete += 1
-                    continue
-                waiting = secondary.pending_stores.setdefault((block.namespace, block.key), {})
-                if request not in waiting:
-                    request.pending_stores += 1
-                    waiting[request] = None
-            secondary.use(blocks, request.user)
-            self._advance(secondary)
-
     def promote(self, found: Sequence[tuple[SecondaryTierState, Block]], user: Hashable) -> None:
         """Loads blocks with reserved slots, in batches per tier (B3.16)."""
         for secondary in self.secondaries:
@@ -215,12 +143,6 @@ class TierJobs:
                     entry.loads += 1
                     secondary.catalog.recount(entry)
                 secondary.use(batch, user)
-
-    def flush_queues(self) -> None:
-        """Starts the stores of all queued blocks without waiting for more blocks."""
-        for secondary in self.secondaries:
-            secondary.is_urgent = bool(secondary.write_back_queue)
-            self._advance(secondary)
 
     def retain(self, blocks: Sequence[Block]) -> None:
         for secondary in self.secondaries:
@@ -258,7 +180,7 @@ class TierJobs:
             take(job.secondary, block, entry, outcome)
             results.append((block, outcome is Outcome.DONE))
             if job.kind is JobKind.STORE:
-                acknowledged += self._acknowledge(job.secondary, block.name, stored=outcome is Outcome.DONE)
+                acknowledged += self.write_back.acknowledge(job.secondary, block.name, stored=outcome is Outcome.DONE)
         moved = sum(entry.nbytes for entry, (_, done) in zip(job.entries, results, strict=True) if done)
         job.secondary.stored_bytes += moved if job.kind is JobKind.STORE else 0
         job.secondary.loaded_bytes += moved if job.kind is JobKind.LOAD else 0
@@ -308,36 +230,9 @@ class TierJobs:
             change.abandoned += (
                 b for job in running if job.kind is JobKind.LOAD for b in job.blocks if not b.invalidated
             )
-            change.acknowledged += self._abandon_queue(secondary)
+            change.acknowledged += self.write_back.abandon_queue(secondary)
         self._advance(secondary)
         return change
-
-    def replay_skipped(self, tier: int, blocks: Sequence[Block]) -> None:
-        """Queues blocks, given in this order, that the tier lacks, until its queue is full."""
-        secondary = self.secondaries[tier - 1]
-        for block in blocks if secondary in self.storing else ():
-            if secondary.catalog.get(block.namespace, block.key) is not None:
-                continue
-            if not self._enqueue(secondary, block, secondary.max_queued_bytes):
-                break
-            block.skip_reason = None
-            secondary.use([block], None)
-        self._advance(secondary)
-
-    def _abandon_queue(self, secondary: SecondaryTierState) -> list[Request]:
-        """Discards the write-back queue; returns the requests whose pending stores it ended."""
-        acknowledged: list[Request] = []
-        for block in secondary.write_back_queue:
-            entry = secondary.entry_of(block)
-            secondary.catalog.drop(entry)
-            secondary.queued_bytes -= entry.nbytes
-            secondary.dropped += 1
-            block.skip_reason = MissReason.STORE_FAILED
-            self._cpu_tier.unpin([block])
-        secondary.dequeue(list(secondary.write_back_queue))
-        for name in list(secondary.pending_stores):
-            acknowledged += self._acknowledge(secondary, name, stored=False)
-        return acknowledged
 
     def _finish_store(self, secondary: SecondaryTierState, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
         secondary.queued_bytes -= entry.nbytes
@@ -387,26 +282,6 @@ class TierJobs:
         gone = outcome in (Outcome.MISSING, Outcome.CORRUPT)
         if gone and secondary.catalog.get(block.namespace, block.key) is entry:
             secondary.catalog.drop(entry)
-
-    def _enqueue(self, secondary: SecondaryTierState, block: Block, limit: int | None) -> bool:
-        """Queues a block for write-back; False if queue or tier are full or the tier is stalled."""
-        if secondary.stalled or (limit is not None and secondary.queued_bytes + block.nbytes > limit):
-            return False
-        victims = secondary.catalog.begin_store(block.namespace, block.key, block.nbytes)
-        if victims is None:
-            return False
-        secondary.pending_removals += victims
-        block.pins += 1
-        secondary.enqueue(block)
-        return True
-
-    def _acknowledge(self, secondary: SecondaryTierState, name: Name, *, stored: bool) -> list[Request]:
-        """Ends the pending stores of a block; returns the requests that waited for it."""
-        requests = list(secondary.pending_stores.pop(name, ()))
-        for request in requests:
-            request.pending_stores -= 1
-            request.incomplete += not stored
-        return requests
 
     def _advance(self, secondary: SecondaryTierState) -> None:
         """Sends removals and starts stores, as many as the tier permits, unless it is stalled."""

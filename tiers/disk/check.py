@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 
-from ..base import NamespaceId
 from ..lmdb.format import DamagedRecordError
+from ..secondary_tier import NamespaceId
 from ..storage.checksum import block_checksum
 from ..storage.fsck import SLICE_BLOCKS, SLICE_BYTES, Finding, Slice
 from ..types import NAMESPACE_BYTES

@@ -11,7 +11,7 @@ import lmdb
 from ..lmdb.environment import Durability, check_count, open_environment
 from ..lmdb.format import DamagedRecordError
 from ..lmdb.identity import guarded
-from ..lmdb.tally import change_tally
+from ..lmdb.index_digest import change_tally
 from ..storage.fsck import Finding
 from .format import DISK_STORE, SLAB_PAGES_KEY, SlabRecord
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import lmdb
 
-from ..base import BlockBytes, TierOpenError
 from ..lmdb.environment import Durability
+from ..secondary_tier import BlockBytes, TierOpenError
 from ..storage.batching import BATCH_BLOCKS
 from ..storage.checksum import block_checksum
 from ..storage.disk_space import ROOM_BYTES, DiskRefusal

@@ -10,10 +10,10 @@ from typing import ClassVar
 
 import lmdb
 
-from ..base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from ..lmdb.environment import Durability
 from ..lmdb.format import DamagedRecordError, entries_of, is_name, is_storable
 from ..negotiation import vote
+from ..secondary_tier import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from ..storage.batching import BATCH_BLOCKS, batches
 from ..storage.checksum import block_checksum
 from ..storage.disk_space import FULL

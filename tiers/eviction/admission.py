@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..stats.tenant_records import RecordsByTenant
 from ..types import tenant_of
 

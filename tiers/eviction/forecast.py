@@ -38,8 +38,8 @@ from typing import ClassVar, Generic
 
 from .open_requests import OpenRequests
 from .policy import T
+from .request_chains import BlockRun, RankBucket, RequestChain, UseClock, children_first
 from .reuse_model import BIN_ENDS, BINS, Kind, ReuseModel
-from .runs import BlockRun, RankBucket, RequestChain, UseClock, children_first
 
 __all__ = ["Forecast"]
 

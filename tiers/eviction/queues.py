@@ -15,7 +15,7 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..types import ShareStats
 from .policy import EvictionPolicy, Item
 from .quotas import Quotas, TenantShare

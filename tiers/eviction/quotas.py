@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..types import REST, TENANT_TAG_BYTES
 
 __all__ = ["QuotaError", "Quotas", "RetentionBudget", "Tenant", "TenantShare", "budgets_of", "pick_victims"]

@@ -10,7 +10,7 @@ from typing import Any
 import lmdb
 
 from ...protos.buffers import address_of
-from ..base import BlockBytes, Outcome
+from ..secondary_tier import BlockBytes, Outcome
 from ..storage.checksum import checksum_of
 from .environment import Environment
 from .format import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ..base import BlockBytes, NamespaceId, Outcome
+from ..secondary_tier import BlockBytes, NamespaceId, Outcome
 from ..storage.fsck import SLICE_BLOCKS, SLICE_BYTES, Finding, Slice
 from ..types import NAMESPACE_BYTES
 from .blocks import clear_orphans, delete_block, read_block, read_index

@@ -20,13 +20,13 @@ from typing import Any, Literal, NoReturn
 
 import lmdb
 
-from ..base import TierDamagedError, TierInUseError, TierOpenError
+from ..secondary_tier import TierDamagedError, TierInUseError, TierOpenError
 from ..storage.fsck import Finding
 from .disk_reserve import FileSpace
 from .format import DATA_FILE, DATABASES, FORMAT_VERSION
 from .identity import MARKER_FILE, Layout, MarkerFile, is_ours, newer_format_is_damage, read_marker
+from .index_digest import Tally, change_tally, count_reachable, read_tally, tally_of, write_tally
 from .probe import FileState, examine
-from .tally import Tally, change_tally, count_reachable, read_tally, tally_of, write_tally
 
 __all__ = ["LMDB_STORE", "Durability", "Environment", "check_count", "open_environment", "sync_directory"]
 

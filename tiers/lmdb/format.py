@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from ..base import BlockBytes, Entry, NamespaceId
+from ..secondary_tier import BlockBytes, Entry, NamespaceId
 from ..types import NAMESPACE_BYTES
 
 __all__ = [

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import lmdb
 
-from ..base import TierOpenError
+from ..secondary_tier import TierOpenError
 from .format import CHUNK_KEY_BYTES, CHUNK_PAGES, DATA_FILE
 from .identity import Layout
 

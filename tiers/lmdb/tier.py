@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import lmdb
 
-from ..base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, TierOpenError, Vote
 from ..negotiation import vote
+from ..secondary_tier import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, TierOpenError, Vote
 from ..storage.batching import BATCH_BLOCKS, batches
 from ..storage.disk_space import FULL
 from ..storage.fsck import Finding, Slice
@@ -33,7 +33,7 @@ from .check import check_slice
 from .disk_reserve import RESERVE_PAGES
 from .environment import Durability, check_count, open_environment
 from .format import PAGE_HEADER_BYTES, DamagedRecordError, entries_of, is_name, is_storable
-from .tally import change_tally
+from .index_digest import change_tally
 
 __all__ = ["LMDBTier"]
 

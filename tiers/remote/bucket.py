@@ -16,7 +16,7 @@ from http import HTTPStatus
 from types import ModuleType
 from typing import Any, TypeVar
 
-from ..base import TierError, TierOpenError
+from ..secondary_tier import TierError, TierOpenError
 from .object_store import StoreRefusedError, StoreUnavailableError
 
 __all__ = [

@@ -36,7 +36,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 
-from ..base import BlockBytes, NamespaceId, Outcome, TierError, TierOpenError
+from ..secondary_tier import BlockBytes, NamespaceId, Outcome, TierError, TierOpenError
 from ..types import TENANT_TAG_BYTES
 
 __all__ = ["KEY_BYTES", "EncryptedValues", "KeyRing"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ...protos.buffers import address_of, copy_from
-from ..base import Outcome, TierOpenError
+from ..secondary_tier import Outcome, TierOpenError
 from . import value_codec
 from .mooncake_child import LENGTH, REGION, STAGING, read_exactly
 from .mooncake_process import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...protos.endpoint import EndpointError, parse_endpoint
-from ..base import TierOpenError
+from ..secondary_tier import TierOpenError
 from ..storage.service_signals import start_module
 from .limits import AvoidedNames
 from .mooncake_child import READY

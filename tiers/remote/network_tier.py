@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from ..base import BlockBytes, Entry, Medium, NamespaceId, RequestInfo, SecondaryTier, TierError, Vote
 from ..negotiation import vote
+from ..secondary_tier import BlockBytes, Entry, Medium, NamespaceId, RequestInfo, SecondaryTier, TierError, Vote
 from ..storage.health import TierHealth
 from .circuit_breaker import CircuitBreaker
 from .limits import ByteBudget

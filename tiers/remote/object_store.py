@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..base import Outcome, TierError
+from ..secondary_tier import Outcome, TierError
 
 __all__ = [
     "UNREADABLE_BYTES",

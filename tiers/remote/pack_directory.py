@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..types import TENANT_TAG_BYTES
 from .pack_format import PackedValue, PackName
 

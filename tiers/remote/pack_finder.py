@@ -19,7 +19,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..base import NamespaceId, TierError
+from ..secondary_tier import NamespaceId, TierError
 from ..types import tenant_of
 from .bucket import Bucket, ObjectMissingError, StoredObject
 from .limits import AvoidedNames

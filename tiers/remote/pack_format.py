@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Self
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..types import TENANT_TAG_BYTES
 from .value_codec import MAX_KEY_BYTES
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ...protos.buffers import address_of, copy_from
-from ..base import BlockBytes, NamespaceId, Outcome, TierError
+from ..secondary_tier import BlockBytes, NamespaceId, Outcome, TierError
 from ..storage.batching import batches
 from . import value_codec
 from .bucket import Bucket, ObjectMissingError, StoreFullError

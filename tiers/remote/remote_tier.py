@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ..base import BlockBytes, NamespaceId, Outcome, TierError
+from ..secondary_tier import BlockBytes, NamespaceId, Outcome, TierError
 from ..storage.batching import batches
 from . import value_codec
 from .limits import AvoidedNames

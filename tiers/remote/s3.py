@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from ..base import TierOpenError
+from ..secondary_tier import TierOpenError
 from . import value_codec
 from .bucket import Bucket, import_obstore
 from .network_tier import RemoteLimits, split_url

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 from urllib.parse import urlsplit
 
-from ..base import TierOpenError
+from ..secondary_tier import TierOpenError
 from . import value_codec
 from .dialing import Dialer, ServerAddress
 from .network_tier import RemoteLimits, split_url

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..base import TierError
+from ..secondary_tier import TierError
 from .circuit_breaker import CircuitBreaker
 from .dialing import ServerAddress, is_local
 from .object_store import StoreRefusedError, StoreUnavailableError

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from ..base import Outcome
+from ..secondary_tier import Outcome
 from .object_store import UNREADABLE_BYTES, StoreRefusedError, StoreUnavailableError
 from .resp import Answer, ErrorAnswer, Piece, RespConnection, command
 

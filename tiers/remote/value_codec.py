@@ -32,7 +32,7 @@ from typing import Protocol
 
 import xxhash
 
-from ..base import BlockBytes, NamespaceId, Outcome
+from ..secondary_tier import BlockBytes, NamespaceId, Outcome
 from ..storage.checksum import block_checksum
 from ..types import NAMESPACE_BYTES, TENANT_TAG_BYTES
 

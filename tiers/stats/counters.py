@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..types import REST, MissReason, tenant_of
 from .request_log import OutcomeRun
 from .snapshots import NamespaceStats

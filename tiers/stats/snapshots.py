@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 from ..types import HandoffDirection, MissReason, ShareStats
 from .miss_ratio_curve import HitRatio
 from .request_log import ClaimOutcome

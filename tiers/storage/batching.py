@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..base import BlockBytes
+from ..secondary_tier import BlockBytes
 
 __all__ = ["BATCH_BLOCKS", "batches"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import xxhash
 
-from ..base import NamespaceId
+from ..secondary_tier import NamespaceId
 
 __all__ = ["block_checksum", "checksum_of"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ..base import TierError
+from ..secondary_tier import TierError
 from ..types import NAMESPACE_BYTES
 
 __all__ = ["SLICE_BLOCKS", "SLICE_BYTES", "Checkable", "Counted", "Finding", "Slice", "check"]

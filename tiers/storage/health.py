@@ -7,7 +7,7 @@ import math
 import threading
 import time
 
-from ..base import SecondaryTier
+from ..secondary_tier import SecondaryTier
 
 __all__ = ["TierHealth"]
 

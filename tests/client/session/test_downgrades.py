@@ -19,7 +19,7 @@ from harness.server_process import ServerProcess
 from harness.traffic import PART, wait_connected
 
 from kvtier.client import AsyncClient, Client, InvalidRequest
-from kvtier.client.session import connection
+from kvtier.client.session import reconnect as reconnect_module
 from kvtier.client.session import session as session_module
 from kvtier.cuda.host import copy
 from kvtier.cuda.host.pinning import PinError, Pinning
@@ -73,7 +73,7 @@ def test_a_region_of_another_user(
         raise PermissionError(path)
 
     names = SimpleNamespace(stat=stat, getpid=os.getpid)
-    monkeypatch.setattr(connection, "os", names)
+    monkeypatch.setattr(reconnect_module, "os", names)
     with Client(server.endpoint, namespace=NAMESPACE) as client:
         wait_connected(client)
         assert "run the engine as the server's user" in client.downgrades[0]

@@ -27,7 +27,7 @@ from kvtier.client import (
 )
 from kvtier.client.errors import error_from
 from kvtier.client.part_streams import is_retryable
-from kvtier.client.session import connection
+from kvtier.client.session import reconnect
 
 NAMESPACE = namespace_of(4096)
 LONG_SECONDS = 3600.0
@@ -71,7 +71,7 @@ def test_another_tenant_ends_the_wait(site: Site) -> None:
 
 
 def test_another_protocol_version_ends_the_wait(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "PROTOCOL_VERSION", 99)
+    monkeypatch.setattr(reconnect, "PROTOCOL_VERSION", 99)
     with contextlib.closing(site.client("acme-engine")) as client:
         error = refusal_of(client)
 

@@ -39,7 +39,7 @@ from harness.polling import wait_until
 from harness.raw import RawSession, attach_reply, refusal_of
 
 from kvtier.client import AccessDenied, Client, Credentials, SessionLost
-from kvtier.client.session import connection
+from kvtier.client.session import reconnect
 from kvtier.client.session.session import AttachError, Attachment
 from kvtier.client.session.socket_calls import SocketCalls, SocketTarget
 from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS, PULL, PUSH
@@ -409,7 +409,7 @@ def test_removing_a_token_disconnects_a_client_that_ignores_heartbeats(tmp_path:
 def test_removing_a_token_ends_its_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams of the server itself end too, also if the client ignores its heartbeats."""
     # keeps the client that stores the blocks connected
-    monkeypatch.setattr(connection, "_SILENT_INTERVALS", 10_000)
+    monkeypatch.setattr(reconnect, "_SILENT_INTERVALS", 10_000)
     site = make_site(tmp_path, config='limits = {max_frame_bytes = "4KiB"}', heartbeat=0.05)
     options = [*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
     with site.server.start(), site.client("acme-far") as other:

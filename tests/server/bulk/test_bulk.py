@@ -65,7 +65,7 @@ from kvtier.server.bulk.streams import StreamServer
 from kvtier.server.bulk.supervisor import BulkProcess
 from kvtier.server.config.schema import BulkConfig, LimitConfig
 from kvtier.server.process.child_main import Channel
-from kvtier.server.rpc.sockets import bind_tcp
+from kvtier.server.rpc.listening_sockets import bind_tcp
 
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)

@@ -12,7 +12,7 @@ from harness.service_calls import serving
 
 from kvtier.server.devices.copy_worker_client import CopyPlan
 from kvtier.server.devices.registry import DeviceRegistry, Registration
-from kvtier.server.rpc.writers import Writers
+from kvtier.server.rpc.own_copies import Writers
 
 
 async def test_a_cancelled_call_cancels_its_copy() -> None:

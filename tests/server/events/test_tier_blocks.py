@@ -10,11 +10,11 @@ from harness.event_tier import NAMESPACE, EventTier
 from harness.payloads import key_of
 
 from kvtier.client.events import known_blocks
+from kvtier.server.events import log_reader
 from kvtier.server.events import topic as topic_module
-from kvtier.server.events import watch
+from kvtier.server.events.log_reader import TierBlocks, WatchPhase, WatchStep
 from kvtier.server.events.messages import PublishedEvent
 from kvtier.server.events.topic import Topic
-from kvtier.server.events.watch import TierBlocks, WatchPhase, WatchStep
 from kvtier.tiers.core import event_log
 from kvtier.tiers.core.event_log import BlockEvent, EventKind, EventLog, EventsLost
 from kvtier.tiers.core.event_replay import EventReplay
@@ -61,7 +61,7 @@ async def test_work_of_any_size_is_done_in_slices(monkeypatch: pytest.MonkeyPatc
         pauses.clear()
         return number
 
-    monkeypatch.setattr(watch, "pause", pause)
+    monkeypatch.setattr(log_reader, "pause", pause)
     monkeypatch.setattr(known_blocks, "_SLICE_KEYS", 4)
     held = TierBlocks(MEDIA)
     await changes(held, WatchPhase.END, (EventKind.STORED, 0, KEYS))
@@ -150,7 +150,7 @@ class Reader:
 @pytest.mark.parametrize("seed", range(20))
 async def test_a_topic_is_right_after_any_changes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """B6.10 Each block is stored and removed in turns, also when the log loses events."""
-    monkeypatch.setattr(watch, "_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(log_reader, "_PAUSE_SECONDS", 0)
     monkeypatch.setattr(known_blocks, "_SLICE_KEYS", 3)
     monkeypatch.setattr(event_log, "RUN_KEYS", 4)
     monkeypatch.setattr(event_log, "MAX_KEYS", 24)

@@ -25,7 +25,7 @@ from kvtier.protos.v1 import (
 )
 from kvtier.server.peers import link
 from kvtier.server.peers.link import PeerLease, PeerLink
-from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.secondary_tier import NamespaceId
 from kvtier.tiers.types import KeyStatus
 
 KEYS = [b"a" * 20, b"b" * 20]

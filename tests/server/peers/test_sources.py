@@ -30,14 +30,14 @@ from kvtier.protos.v1 import cache_pb2, common_pb2
 from kvtier.server.peers import sources
 from kvtier.server.peers.link import PeerLease
 from kvtier.server.peers.peer_tier import PeerTier
-from kvtier.tiers import base
+from kvtier.tiers import secondary_tier
 from kvtier.tiers.remote.circuit_breaker import CircuitBreaker
 from kvtier.tiers.types import tenant_of
 
 PART = 16 << 10
 PATIENT = 'deadline = "5s"'
 KEYS = [key_of(number) for number in range(40)]
-EVERYWHERE = base.TierFilter()
+EVERYWHERE = secondary_tier.TierFilter()
 
 
 @contextlib.contextmanager
@@ -488,10 +488,10 @@ async def test_a_tenant_leaves_room_in_flight_for_others() -> None:
     """It gets at most as much as is then free, and others get what it leaves."""
     link: Any = FakeLink(1)
     tier = PeerTier(20.0, 16 * CALLS_PART)
-    alice, bob = base.NamespaceId(b"a" * 32), base.NamespaceId(b"b" * 32)
+    alice, bob = secondary_tier.NamespaceId(b"a" * 32), secondary_tier.NamespaceId(b"b" * 32)
     sizes = [CALLS_PART] * 16
 
-    def locate(namespace: base.NamespaceId) -> int:
+    def locate(namespace: secondary_tier.NamespaceId) -> int:
         found = tier.affordable(namespace, sizes)
         items = {key: item for item, key in enumerate(KEYS[:found])}
         tier.locate(PeerLease(link, link, 1, items), namespace, lambda _: CALLS_PART, CircuitBreaker())

@@ -10,8 +10,8 @@ from google.protobuf.duration_pb2 import Duration
 
 from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2, handoff_pb2
 from kvtier.server.services import admin_messages as messages
-from kvtier.tiers.base import OffloadPolicy, Vote
 from kvtier.tiers.core.leases import BlockLease
+from kvtier.tiers.secondary_tier import OffloadPolicy, Vote
 from kvtier.tiers.stats.miss_ratio_curve import HitRatio
 from kvtier.tiers.stats.request_log import ClaimOutcome, LookupRecord, OutcomeRun
 from kvtier.tiers.stats.snapshots import HandoffStats, TierStats

@@ -13,7 +13,7 @@ from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.server.config.tenants import tenant_tag
 from kvtier.server.refused import Refused
 from kvtier.server.services.conversation_calls import _MAX_WAITING, ConversationService
-from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.secondary_tier import NamespaceId
 from kvtier.tiers.types import NamespaceSpec
 
 MANY = 4096

@@ -18,8 +18,8 @@ from harness.service_calls import PART, Calls, serving, transfers_of, until
 from kvtier.protos.v1 import admin_pb2, cache_pb2, session_pb2, transfer_pb2
 from kvtier.server.config.schema import LimitConfig, SessionConfig
 from kvtier.server.refused import Refused
+from kvtier.server.rpc.own_copies import Writers
 from kvtier.server.rpc.sessions import SessionRegistry
-from kvtier.server.rpc.writers import Writers
 from kvtier.server.services.admin import AdminService
 from kvtier.server.services.devices import DeviceCopyCalls
 from kvtier.server.services.session import SessionService

@@ -17,15 +17,15 @@ from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1 import handoff_pb2
 from kvtier.protos.wire.packed_keys import pack_keys, unpack_key_list
 from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
+from kvtier.server.core_runtime import TierRuntime
 from kvtier.server.refused import Refused
 from kvtier.server.rpc.request_checks import RequestValidator
 from kvtier.server.rpc.slice_scheduler import SliceScheduler
-from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.handoff import HandoffService
 from kvtier.server.services.long_calls import LongCalls
-from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.call_specs import StoreSpec
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, UnknownSession
+from kvtier.tiers.secondary_tier import NamespaceId
 from kvtier.tiers.stats.request_log import ClaimOutcome
 from kvtier.tiers.types import EngineSession, KeyStatus, NamespaceSpec, StoreStatus
 

@@ -13,15 +13,15 @@ from harness.polling import async_wait_until
 
 from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1 import admin_pb2
+from kvtier.server.core_runtime import TierRuntime
 from kvtier.server.rpc.sessions import SessionRegistry
 from kvtier.server.rpc.slice_scheduler import SliceScheduler
-from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.admin import AdminService
 from kvtier.server.services.admin_messages import build_status
 from kvtier.server.services.long_calls import LongCalls
 from kvtier.server.telemetry.loop_lag import LoopLag
-from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
+from kvtier.tiers.secondary_tier import NamespaceId
 from kvtier.tiers.types import HandoffDirection, NamespaceSpec
 
 SPEC = NamespaceSpec(NamespaceId(b"n" * 32), world_size=1, part_bytes=(4096,))

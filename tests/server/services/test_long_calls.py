@@ -22,17 +22,17 @@ from kvtier.protos.v1.common_pb2 import PackedKeys
 from kvtier.protos.wire.packed_keys import pack_keys, slices_of_keys, unpack_offsets
 from kvtier.server.bulk.messages import Begin, Caller, End, Granted, Refusal
 from kvtier.server.config.schema import LimitConfig
+from kvtier.server.core_runtime import TierRuntime
 from kvtier.server.refused import Refused
 from kvtier.server.rpc import request_checks
-from kvtier.server.runtime import TierRuntime
 from kvtier.server.services import long_calls
-from kvtier.tiers.base import NamespaceId, TierFilter
 from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import Change
 from kvtier.tiers.core.completions import Durability
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.operations import Operation
 from kvtier.tiers.errors import InvalidItem, InvalidKey, LeaseNotFound, StoreNotFound
+from kvtier.tiers.secondary_tier import NamespaceId, TierFilter
 from kvtier.tiers.types import (
     DurableStatus,
     EngineSession,

@@ -18,11 +18,11 @@ from kvtier.server.auth.authenticator import AccessControl
 from kvtier.server.bulk import supervisor
 from kvtier.server.bulk.supervisor import BulkProcess
 from kvtier.server.config.schema import AuthConfig, Config, TlsConfig
+from kvtier.server.core_runtime import TierRuntime
 from kvtier.server.events import reader_process
 from kvtier.server.events.reader_process import ReaderProcess
 from kvtier.server.peers.sources import PeerSources
 from kvtier.server.process.child import Restarts
-from kvtier.server.runtime import TierRuntime
 from kvtier.server.telemetry.downgrades import Downgrades
 
 Provoke = Callable[[Downgrades, Path, pytest.MonkeyPatch], None]

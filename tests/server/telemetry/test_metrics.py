@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.server.telemetry.http import MetricsServer
 from kvtier.server.telemetry.metrics import Metrics, ServerStats
-from kvtier.tiers.base import NamespaceId, Outcome
+from kvtier.tiers.secondary_tier import NamespaceId, Outcome
 from kvtier.tiers.stats.miss_ratio_curve import HitRatio
 from kvtier.tiers.stats.snapshots import ManagerStats, NamespaceStats, TierStats
 from kvtier.tiers.types import MissReason, ShareStats

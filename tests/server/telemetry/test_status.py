@@ -17,7 +17,7 @@ from harness.server_process import ServerProcess
 
 from kvtier import __version__
 from kvtier.client import Client
-from kvtier.client.session.connection import TransportName
+from kvtier.client.session.reconnect import TransportName
 from kvtier.protos.v1.admin_pb2 import GetStatusResponse, HitRatioEstimate, TierStatus
 from kvtier.server.commands.rates import rates
 from kvtier.server.telemetry.status import values

@@ -17,7 +17,7 @@ from kvtier.server.tier_host import guard
 from kvtier.server.tier_host.guard import CheckedTier
 from kvtier.server.tier_host.threads import TierThreads, WorkQueue
 from kvtier.server.tier_host.worker import TierWorker
-from kvtier.tiers.base import BlockBytes, OffloadPolicy, Outcome, RequestInfo, Vote
+from kvtier.tiers.secondary_tier import BlockBytes, OffloadPolicy, Outcome, RequestInfo, Vote
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

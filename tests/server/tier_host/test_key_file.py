@@ -13,7 +13,7 @@ from kvtier.server.auth.credential_files import FileError
 from kvtier.server.cli import main
 from kvtier.server.config.tenants import tenant_tag
 from kvtier.server.tier_host.key_file import KeyFile, read_key_file
-from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.secondary_tier import NamespaceId
 
 FIRST, SECOND, THIRD = bytes(32), bytes(range(32)), b"\xff" * 32
 

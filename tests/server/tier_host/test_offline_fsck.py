@@ -11,12 +11,12 @@ from harness.launch import launch
 
 from kvtier.server.cli import main
 from kvtier.server.tier_host import offline_fsck
-from kvtier.tiers.base import SecondaryTier
 from kvtier.tiers.disk.format import DISK_STORE, PAGE_BYTES, SlabRecord
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.lmdb.environment import LMDB_STORE
 from kvtier.tiers.lmdb.identity import MARKER_FILE
 from kvtier.tiers.lmdb.tier import LMDBTier
+from kvtier.tiers.secondary_tier import SecondaryTier
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

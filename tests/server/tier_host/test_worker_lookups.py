@@ -13,7 +13,7 @@ from harness.bad_tiers import BadTier
 
 from kvtier.server.tier_host import worker as worker_module
 from kvtier.server.tier_host.worker import TierWorker
-from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.secondary_tier import NamespaceId
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

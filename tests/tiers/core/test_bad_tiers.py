@@ -6,12 +6,12 @@ import pytest
 from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import Command, LoadFromTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.errors import InvalidItem, NotReady
+from kvtier.tiers.secondary_tier import NamespaceId, Outcome, RequestInfo
 from kvtier.tiers.stats.snapshots import TierStats
 from kvtier.tiers.types import DurableStatus, JobId, KeyStatus, MissReason, NamespaceSpec, StoreStatus
 

@@ -6,12 +6,12 @@ from core_rig import EXTENT, SPEC, Rig, keys  # type: ignore[attr-defined]
 from harness.operations import run_to_end
 from simulation import ModelTier
 
-from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.block_contents import BlockContents
 from kvtier.tiers.core.bulk_eviction import EvictionRequest
 from kvtier.tiers.core.call_specs import StoreSpec
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
+from kvtier.tiers.secondary_tier import NamespaceId
 from kvtier.tiers.types import TENANT_TAG_BYTES
 
 CONTENT = (b"parent", bytes(64), "")

@@ -7,13 +7,13 @@ from core_rig import HIT, MISS, Rig, keys, ready_blocks
 from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core import bulk_eviction
 from kvtier.tiers.core.bulk_eviction import Eviction, EvictionRequest
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import ContinueWork, RemoveFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
+from kvtier.tiers.secondary_tier import NamespaceId
 from kvtier.tiers.types import MissReason, NamespaceSpec
 
 SLOT = 4096

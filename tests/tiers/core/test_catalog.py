@@ -7,11 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.catalog import Catalog, CatalogEntry, EntryState
 from kvtier.tiers.eviction import POLICIES
 from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import Quotas, Tenant
+from kvtier.tiers.secondary_tier import NamespaceId
 from kvtier.tiers.stats.eviction_history import EvictionHistory
 from kvtier.tiers.types import TENANT_TAG_BYTES, MissReason
 

@@ -9,10 +9,10 @@ from core_rig import SPEC, Rig, keys
 from harness.operations import run_to_end
 from simulation import ModelTier
 
-from kvtier.tiers.base import NamespaceId, RequestInfo
 from kvtier.tiers.core.block_index import KEPT_EMPTY
 from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.errors import LeaseNotFound, LimitExceeded, NotOwner
+from kvtier.tiers.secondary_tier import NamespaceId, RequestInfo
 from kvtier.tiers.types import NamespaceSpec
 
 NAMES = 3 * KEPT_EMPTY

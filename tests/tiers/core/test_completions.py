@@ -5,12 +5,12 @@ from core_rig import SPEC, Rig, keys
 from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.base import OffloadPolicy, RequestInfo, Vote
 from kvtier.tiers.core import endings, waiters
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LeaseSettled
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.operations import Operation
+from kvtier.tiers.secondary_tier import OffloadPolicy, RequestInfo, Vote
 from kvtier.tiers.types import MissReason, StoreId
 
 

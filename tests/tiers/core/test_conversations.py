@@ -7,7 +7,6 @@ from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 from tenants import PAGE, Rig, keys, spec, tenant
 
-from kvtier.tiers.base import RequestInfo
 from kvtier.tiers.core import conversation_actions
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import ContinueWork
@@ -15,6 +14,7 @@ from kvtier.tiers.core.conversation_actions import ActionCounts, BlockAction, Ti
 from kvtier.tiers.core.conversations import Conversation, ConversationTable
 from kvtier.tiers.core.operations import Operation
 from kvtier.tiers.errors import RetentionFull
+from kvtier.tiers.secondary_tier import RequestInfo
 
 LIMITS = "kvtier.tiers.core.conversations.MAX_"
 

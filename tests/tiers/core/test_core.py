@@ -7,7 +7,6 @@ from core_rig import GRANTED, HIT, MISS, NO_ROOM, PENDING, PRESENT, SPEC, Rig, k
 from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import ContinueWork, LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.core.leases import LEASE_COST, PENDING_COST
@@ -22,6 +21,7 @@ from kvtier.tiers.errors import (
     StoreNotFound,
     UnknownSession,
 )
+from kvtier.tiers.secondary_tier import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
 from kvtier.tiers.stats.snapshots import TierStats
 from kvtier.tiers.types import DurableStatus, NamespaceSpec
 

@@ -27,11 +27,11 @@ from contracts.tier import (
 from harness.operations import run_to_end
 
 from kvtier.cuda.host.region import HostRegion
-from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.slot_allocator import extent_bytes_for
 from kvtier.tiers.errors import CoreError
+from kvtier.tiers.secondary_tier import BlockBytes, NamespaceId, Outcome
 from kvtier.tiers.types import EngineSession, KeyStatus, LeaseId, NamespaceSpec, StoreId, StoreStatus
 
 NEVER = 1e9

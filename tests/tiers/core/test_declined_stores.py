@@ -7,12 +7,12 @@ from core_rig import GRANTED, HIT, MISS, NO_ROOM, Rig, keys
 from harness.operations import run_to_end
 from simulation import ModelTier
 
-from kvtier.tiers.base import NamespaceId, RequestInfo
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.catalog import Catalog, CatalogEntry, EntryState
 from kvtier.tiers.eviction import LRU, Forecast
 from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import Quotas, Tenant
+from kvtier.tiers.secondary_tier import NamespaceId, RequestInfo
 from kvtier.tiers.stats.eviction_history import EvictionHistory
 from kvtier.tiers.types import TENANT_TAG_BYTES, MissReason
 

@@ -8,12 +8,12 @@ from core_rig import Rig, keys
 from harness.operations import run_to_end
 from simulation import ModelTier
 
-from kvtier.tiers.base import RequestInfo
 from kvtier.tiers.core import endings
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.errors import LeaseNotFound, StoreNotFound
+from kvtier.tiers.secondary_tier import RequestInfo
 from kvtier.tiers.types import EngineSession, StoreId
 
 WRITER = hash("engine") & 0xFFFF

@@ -6,10 +6,10 @@ from harness.operations import run_to_end
 from hold_rig import D2P, P2D, PRIVATE, HoldRig
 from simulation import ModelTier
 
-from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import LoadFromTier
 from kvtier.tiers.errors import HoldExpired, HoldNotFound
+from kvtier.tiers.secondary_tier import NamespaceId, Outcome
 from kvtier.tiers.stats.request_log import ClaimOutcome, ClaimRecord, HoldRecord, LookupRecord, OutcomeRun
 from kvtier.tiers.types import HoldEnd, MissReason, NamespaceSpec, PublishStatus
 

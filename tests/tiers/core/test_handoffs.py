@@ -6,7 +6,6 @@ from harness.operations import run_to_end
 from hold_rig import D2P, NO_STATUS, P2D, PRIVATE, HoldRig
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.core.call_specs import StoreSpec
 from kvtier.tiers.core.commands import HoldChanged, LoadFromTier, StoreInTier
 from kvtier.tiers.core.handoffs import EXPIRY_MARGIN_SECONDS
@@ -16,6 +15,7 @@ from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, InvalidItem, InvalidKey, LimitExceeded, NotReady
 from kvtier.tiers.eviction.quotas import Tenant
+from kvtier.tiers.secondary_tier import NamespaceId, Outcome
 from kvtier.tiers.stats.snapshots import HandoffStats
 from kvtier.tiers.types import NamespaceSpec, PublishStatus
 

@@ -4,9 +4,9 @@ from core_rig import HIT, MISS, PENDING, Rig, keys
 from harness.operations import run_to_end
 from simulation import ModelTier
 
-from kvtier.tiers.base import OffloadPolicy, Outcome, RequestInfo, Vote
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
+from kvtier.tiers.secondary_tier import OffloadPolicy, Outcome, RequestInfo, Vote
 from kvtier.tiers.types import MissReason
 
 

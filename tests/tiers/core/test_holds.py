@@ -6,7 +6,6 @@ from harness.operations import run_to_end
 from hold_rig import D2P, P2D, PRIVATE, HoldRig
 from simulation import ModelTier
 
-from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.core import handoffs, waiters
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import HoldChanged, LoadFromTier, LookupInTier
@@ -14,6 +13,7 @@ from kvtier.tiers.core.holds import Hold
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, InvalidKey
+from kvtier.tiers.secondary_tier import NamespaceId, Outcome
 from kvtier.tiers.stats.snapshots import HandoffStats
 from kvtier.tiers.types import HandoffDirection, NamespaceSpec, PublishStatus
 

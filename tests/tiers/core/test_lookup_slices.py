@@ -8,10 +8,10 @@ from core_rig import HIT, MISS, PENDING, Rig, keys
 from harness.operations import Steps, run_to_end
 from simulation import ModelTier
 
-from kvtier.tiers.base import Outcome, TierFilter
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LookupInTier
 from kvtier.tiers.core.leases import LookupAnswer
+from kvtier.tiers.secondary_tier import Outcome, TierFilter
 from kvtier.tiers.stats.request_log import LookupRecord, OutcomeRun
 from kvtier.tiers.types import MissReason
 

@@ -7,9 +7,9 @@ from core_rig import HIT, MISS, PENDING, SPEC, Rig, keys
 from harness.operations import run_to_end
 from simulation import ModelTier
 
-from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo, TierFilter
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LoadFromTier
+from kvtier.tiers.secondary_tier import NamespaceId, Outcome, RequestInfo, TierFilter
 from kvtier.tiers.stats.eviction_history import EvictionHistory
 from kvtier.tiers.stats.request_log import OutcomeRun
 from kvtier.tiers.types import MissReason, NamespaceSpec

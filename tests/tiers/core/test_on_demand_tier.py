@@ -7,8 +7,8 @@ from typing import ClassVar
 from core_rig import GRANTED, HIT, MISS, PENDING, Rig, keys
 from simulation import ModelTier
 
-from kvtier.tiers.base import Medium, Outcome, TierFilter
 from kvtier.tiers.core.commands import LoadFromTier, LookupInTier, StoreInTier
+from kvtier.tiers.secondary_tier import Medium, Outcome, TierFilter
 
 KEYS = keys(0, 1, 2)
 

@@ -8,10 +8,10 @@ from tenants import PAGE, spec, tenant
 from tenants import Rig as TenantRig
 from tenants import keys as tenant_keys
 
-from kvtier.tiers.base import Outcome
 from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import LoadFromTier
 from kvtier.tiers.core.prefetches import PrefetchAnswer
+from kvtier.tiers.secondary_tier import Outcome
 from kvtier.tiers.types import EngineSession
 
 FAR = 1e9

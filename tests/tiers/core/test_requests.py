@@ -7,11 +7,11 @@ from core_rig import GRANTED, PRESENT, Rig, keys
 from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import StoreInTier
 from kvtier.tiers.errors import LimitExceeded
 from kvtier.tiers.negotiation import DEFAULT_RULES, Rule, vote
+from kvtier.tiers.secondary_tier import NamespaceId, OffloadPolicy, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.stats import request_log
 from kvtier.tiers.stats.request_log import MAX_OUTCOME_RUNS
 

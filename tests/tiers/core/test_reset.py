@@ -6,9 +6,9 @@ from core_rig import GRANTED, HIT, MISS, PENDING, SPEC, Rig, keys
 from harness.operations import run_to_end
 from simulation import ModelTier
 
-from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LoadFromTier
+from kvtier.tiers.secondary_tier import NamespaceId, Outcome, RequestInfo
 from kvtier.tiers.types import MissReason
 
 

@@ -6,10 +6,10 @@ from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 from tenants import PAGE, Rig, keys, spec, tenant
 
-from kvtier.tiers.base import Outcome, RequestInfo
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import StoreInTier
 from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.secondary_tier import Outcome, RequestInfo
 
 
 def test_retained_blocks_survive_a_flood_until_their_time() -> None:

@@ -10,7 +10,6 @@ from core_rig import GRANTED, HIT, NO_ROOM, PENDING, keys
 from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.core import retiring_pins
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
@@ -20,9 +19,10 @@ from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.retiring_extents import GRACE_SECONDS
 from kvtier.tiers.core.settings import TierSettings
-from kvtier.tiers.core.slot_reclaim import SlotReclaimer
+from kvtier.tiers.core.victim_selection import SlotReclaimer
 from kvtier.tiers.errors import LeaseNotFound, StoreNotFound
 from kvtier.tiers.eviction.quotas import Tenant
+from kvtier.tiers.secondary_tier import NamespaceId, Outcome
 from kvtier.tiers.types import DurableStatus, EngineSession, HandoffDirection, MissReason, NamespaceSpec, StoreId
 
 EXTENTS = 8

@@ -11,12 +11,12 @@ from core_rig import GRANTED, NO_ROOM, PRESENT, Rig, keys, ready_blocks
 from harness.operations import Steps, run_to_end
 from simulation import EXTENT
 
-from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.holds import Hold
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.eviction.quotas import Tenant
+from kvtier.tiers.secondary_tier import NamespaceId
 from kvtier.tiers.types import EngineSession, HandoffDirection, NamespaceSpec, PublishStatus, StoreAnswer
 
 SLOTS = EXTENT // 4096

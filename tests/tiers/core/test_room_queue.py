@@ -11,7 +11,6 @@ from core_rig import HIT, MISS, Rig, keys, ready_blocks
 from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import RoomOffered, Waiter
 from kvtier.tiers.core.leases import LookupAnswer
@@ -20,6 +19,7 @@ from kvtier.tiers.core.room_queue import MAX_WAITERS
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.errors import InvalidItem
 from kvtier.tiers.eviction.quotas import Tenant
+from kvtier.tiers.secondary_tier import NamespaceId, Outcome
 from kvtier.tiers.types import EngineSession, NamespaceSpec, tenant_of
 
 SLOTS, FAR = EXTENT // 4096, 1e9

@@ -7,11 +7,11 @@ from core_rig import HIT, MISS, PENDING, Rig, keys
 from harness.operations import Steps, run_to_end
 from simulation import ModelTier
 
-from kvtier.tiers.base import Medium, NamespaceId, Outcome, TierFilter
 from kvtier.tiers.core import presence_cache
 from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import Change, LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.errors import InvalidItem
+from kvtier.tiers.secondary_tier import Medium, NamespaceId, Outcome, TierFilter
 from kvtier.tiers.types import KeyStatus
 
 RETRY = bytes([KeyStatus.RETRY])

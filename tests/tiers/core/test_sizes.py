@@ -11,11 +11,11 @@ import pytest
 from core_rig import Rig, keys
 from harness.operations import run_to_end
 
-from kvtier.tiers.base import NamespaceId, RequestInfo
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.leases import LEASE_COST, PENDING_COST
 from kvtier.tiers.errors import InvalidNamespace, LimitExceeded
 from kvtier.tiers.eviction.queues import KEPT_QUEUES
+from kvtier.tiers.secondary_tier import NamespaceId, RequestInfo
 from kvtier.tiers.types import (
     MAX_GROUPS,
     MAX_PART_SIZES,

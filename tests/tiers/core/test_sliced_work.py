@@ -7,7 +7,6 @@ import pytest
 from harness.operations import run_to_end
 from simulation import EXTENT
 
-from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core import cpu_tier, sliced_work
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
@@ -15,6 +14,7 @@ from kvtier.tiers.core.commands import ContinueWork
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.eviction import queues
+from kvtier.tiers.secondary_tier import NamespaceId
 from kvtier.tiers.types import MissReason, NamespaceSpec
 
 MANY = 100_000

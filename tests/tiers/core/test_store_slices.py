@@ -5,11 +5,11 @@ from core_rig import HIT, MISS, Rig, keys
 from harness.operations import Steps, run_to_end
 from simulation import ModelTier
 
-from kvtier.tiers.base import RequestInfo
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.in_flight_stores import Store
 from kvtier.tiers.core.stores import _UNPIN_COST
 from kvtier.tiers.errors import StoreNotFound
+from kvtier.tiers.secondary_tier import RequestInfo
 from kvtier.tiers.types import StoreAnswer, StoreId
 
 FAR = 1e9

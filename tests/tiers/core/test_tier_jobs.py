@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from simulation import ModelTier
 
-from kvtier.tiers.base import OffloadPolicy, Outcome
 from kvtier.tiers.core.block import Block, NamespaceIndex
 from kvtier.tiers.core.catalog import EntryState
 from kvtier.tiers.core.commands import Command, RemoveFromTier, StoreInTier
 from kvtier.tiers.core.cpu_tier import CpuTier
 from kvtier.tiers.core.requests import Request
-from kvtier.tiers.core.secondary import GATHER_SECONDS
+from kvtier.tiers.core.secondary_state import GATHER_SECONDS
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.core.tier_jobs import JOB_BYTES, TierJobs
+from kvtier.tiers.secondary_tier import OffloadPolicy, Outcome
 from kvtier.tiers.stats.eviction_history import EvictionHistory
 from kvtier.tiers.types import EngineSession, JobId, Negotiation
 
@@ -133,7 +133,7 @@ class WriteBackMachine(RuleBasedStateMachine):
         limit = math.inf if even_if_busy else QUEUE
         refused = [block for block in blocks if not self.known(block) and not self.take(block, limit)]
         self.dropped += len(refused)
-        self.scheduler.cascade(blocks, None, even_if_busy=even_if_busy)
+        self.scheduler.write_back.cascade(blocks, None, even_if_busy=even_if_busy)
         assert [block for block in blocks if block.skip_reason] == refused
         self.follow()
 
@@ -153,7 +153,7 @@ class WriteBackMachine(RuleBasedStateMachine):
                 self.incomplete[request.id] += 1
             elif request not in self.awaited.setdefault(block, []):
                 self.awaited[block].append(request)
-        self.scheduler.cascade_for(request, blocks)
+        self.scheduler.write_back.cascade_for(request, blocks)
         self.follow()
 
     @rule(numbers=NUMBERS)
@@ -162,7 +162,7 @@ class WriteBackMachine(RuleBasedStateMachine):
         for block in blocks:
             if not self.known(block) and not self.take(block, QUEUE):
                 break
-        self.scheduler.replay_skipped(1, blocks)
+        self.scheduler.write_back.replay_skipped(1, blocks)
         self.follow()
 
     @rule(number=st.integers(0, 1), failed=st.sets(st.integers(0, 8)), short=st.booleans())
@@ -209,7 +209,7 @@ class WriteBackMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.urgent = bool(self.waiting)
-        self.scheduler.flush_queues()
+        self.scheduler.write_back.flush_queues()
         self.follow()
 
     @invariant()

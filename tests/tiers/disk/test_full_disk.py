@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from contracts.tier import DONE, MIB, MISSING, NO_SPACE, SPACE, content, empty, fetch, full, key
 
-from kvtier.tiers.base import SecondaryTier
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.lmdb.tier import LMDBTier
+from kvtier.tiers.secondary_tier import SecondaryTier
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

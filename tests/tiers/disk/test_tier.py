@@ -18,12 +18,12 @@ import pytest
 from contracts.secondary_tier import SecondaryTierContract
 from contracts.tier import CORRUPT, DONE, FAILED, KIB, MIB, MISSING, NO_SPACE, SPACE, content, empty, fetch, full, held
 
-from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome, SecondaryTier, TierOpenError
 from kvtier.tiers.disk.format import PAGE_BYTES, PageRun, SlabRecord
 from kvtier.tiers.disk.free_space import FreePages
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.lmdb.format import BlockRecord, DamagedRecordError
 from kvtier.tiers.lmdb.tier import LMDBTier
+from kvtier.tiers.secondary_tier import BlockBytes, NamespaceId, Outcome, SecondaryTier, TierOpenError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -5,12 +5,12 @@ from core_rig import GRANTED, Rig, keys
 from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.base import NamespaceId, OffloadPolicy, RequestInfo, Vote
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import StoreInTier
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.eviction.admission import SecondUse
+from kvtier.tiers.secondary_tier import NamespaceId, OffloadPolicy, RequestInfo, Vote
 from kvtier.tiers.types import DurableStatus, MissReason
 
 

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.eviction.quotas import Quotas, RetentionBudget, Tenant, TenantShare, pick_victims
+from kvtier.tiers.secondary_tier import NamespaceId
 
 
 def share(used: int, quota: int = 0) -> TenantShare:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.base import Entry, NamespaceId
 from kvtier.tiers.core.catalog import Catalog, CatalogEntry
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
@@ -16,8 +15,9 @@ from kvtier.tiers.eviction import ARC, DEFAULT_POLICY, LRU, MQ, POLICIES, Evicti
 from kvtier.tiers.eviction.open_requests import MAX_OPEN, LastRequest, OpenRequests
 from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import Quotas
+from kvtier.tiers.eviction.request_chains import BlockRun, UseClock
 from kvtier.tiers.eviction.reuse_model import BINS, Kind, ReuseModel
-from kvtier.tiers.eviction.runs import BlockRun, UseClock
+from kvtier.tiers.secondary_tier import Entry, NamespaceId
 from kvtier.tiers.stats.eviction_history import EvictionHistory
 
 SPACE = NamespaceId(bytes(32))

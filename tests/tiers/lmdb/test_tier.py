@@ -20,7 +20,6 @@ from contracts.secondary_tier import SecondaryTierContract
 from contracts.tier import CORRUPT, DONE, FAILED, KIB, MIB, MISSING, NO_SPACE, SPACE, content, empty, fetch, full
 from harness.polling import wait_until
 
-from kvtier.tiers.base import NamespaceId, Outcome, SecondaryTier, TierOpenError
 from kvtier.tiers.lmdb import probe as lmdb_probe
 from kvtier.tiers.lmdb import tier as tiers_lmdb
 from kvtier.tiers.lmdb.environment import LMDB_STORE
@@ -38,6 +37,7 @@ from kvtier.tiers.lmdb.format import (
 )
 from kvtier.tiers.lmdb.probe import UNWRITTEN_PAGES
 from kvtier.tiers.lmdb.tier import LMDBTier
+from kvtier.tiers.secondary_tier import NamespaceId, Outcome, SecondaryTier, TierOpenError
 
 PAGE = 4096
 

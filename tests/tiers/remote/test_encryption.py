@@ -14,11 +14,11 @@ from harness.memory_store import MemoryStore
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome, TierOpenError
 from kvtier.tiers.remote import value_codec
 from kvtier.tiers.remote.encryption import EncryptedValues, KeyRing
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.remote_tier import UNREADABLE_SECONDS, UNREADABLE_TTL_SECONDS, RemoteTier
+from kvtier.tiers.secondary_tier import BlockBytes, NamespaceId, Outcome, TierOpenError
 
 OLD, NEW, OTHERS = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
 TENANT, OTHER_TENANT = SPACE[:16], bytes(range(1, 17))

@@ -11,7 +11,6 @@ import pytest
 from contracts.tier import CORRUPT, DONE, FAILED, MISSING, SPACE, content, empty, fetch, full, key
 from harness.hostile_stores import HostileRedis, HostileS3, S3Handler, running
 
-from kvtier.tiers.base import TierError
 from kvtier.tiers.remote.dialing import Dialer, ServerAddress
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.object_store import StoreUnavailableError
@@ -19,6 +18,7 @@ from kvtier.tiers.remote.s3 import BucketAddress, BucketOptions, open_bucket
 from kvtier.tiers.remote.valkey import ValkeyTier
 from kvtier.tiers.remote.valkey_nodes import MAX_NODES, owners_in
 from kvtier.tiers.remote.value_codec import name_of
+from kvtier.tiers.secondary_tier import TierError
 
 LIMITS = RemoteLimits(deadline_seconds=5.0)
 SIZES = (3000,)

@@ -13,7 +13,6 @@ from contracts.shared_tier import ROW
 from contracts.tier import CORRUPT, DONE, MISSING, SPACE, content, empty, fetch, full, key
 from harness.memory_bucket import MemoryBucket, pack_tier
 
-from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.remote import pack_directory, pack_finder, value_codec
 from kvtier.tiers.remote.encryption import EncryptedValues, KeyRing
 from kvtier.tiers.remote.object_store import StoreRefusedError, StoreUnavailableError
@@ -28,6 +27,7 @@ from kvtier.tiers.remote.pack_format import (
 )
 from kvtier.tiers.remote.pack_tier import PackTier
 from kvtier.tiers.remote.value_codec import ValueCodec
+from kvtier.tiers.secondary_tier import NamespaceId
 
 OTHER_SPACE = NamespaceId(bytes([SPACE[0] ^ 1]) + SPACE[1:])
 SECRET, FORGED = (

@@ -35,12 +35,12 @@ from harness.own_network import own_network
 from harness.polling import wait_until
 
 from kvtier.cuda.host.region import HostRegion
-from kvtier.tiers.base import BlockBytes, Outcome
 from kvtier.tiers.remote import mooncake_process
 from kvtier.tiers.remote.encryption import EncryptedValues, KeyRing
 from kvtier.tiers.remote.mooncake import MooncakeTier
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.value_codec import name_of
+from kvtier.tiers.secondary_tier import BlockBytes, Outcome
 
 pytestmark = pytest.mark.remote
 

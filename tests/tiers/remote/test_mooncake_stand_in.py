@@ -16,13 +16,13 @@ from harness.mooncake_master import PACKAGE, MooncakeMaster
 from harness.polling import wait_until
 
 from kvtier.cuda.host.region import HostRegion
-from kvtier.tiers.base import BlockBytes, TierOpenError
 from kvtier.tiers.remote import mooncake_process
 from kvtier.tiers.remote.mooncake import MooncakeStore, MooncakeTier, codes_in
 from kvtier.tiers.remote.mooncake_process import MooncakeProcess, MooncakeSettings
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.object_store import StoreUnavailableError
 from kvtier.tiers.remote.value_codec import name_of
+from kvtier.tiers.secondary_tier import BlockBytes, TierOpenError
 
 PATIENT = RemoteLimits(deadline_seconds=20.0)
 

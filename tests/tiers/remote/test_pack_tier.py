@@ -16,7 +16,6 @@ from contracts.shared_tier import ROW
 from contracts.tier import DONE, FAILED, KIB, MIB, MISSING, SPACE, content, empty, fetch, full, key
 from harness.memory_bucket import MemoryBucket, pack_tier
 
-from kvtier.tiers.base import NamespaceId, SecondaryTier
 from kvtier.tiers.remote import pack_finder, value_codec
 from kvtier.tiers.remote.bucket import StoredObject
 from kvtier.tiers.remote.encryption import EncryptedValues, KeyRing
@@ -26,6 +25,7 @@ from kvtier.tiers.remote.pack_directory import KnownPack, PackDirectory
 from kvtier.tiers.remote.pack_format import PackedValue, PackName, folder_of
 from kvtier.tiers.remote.pack_tier import READ_BYTES, PackTier
 from kvtier.tiers.remote.value_codec import ValueCodec
+from kvtier.tiers.secondary_tier import NamespaceId, SecondaryTier
 
 OLD, NEW = bytes(range(32)), bytes(range(32, 64))
 

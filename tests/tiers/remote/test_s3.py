@@ -23,11 +23,11 @@ from harness.command_line import json_output
 from harness.polling import wait_until
 from harness.seaweed import SeaweedServer, needs_seaweed
 
-from kvtier.tiers.base import NamespaceId, Outcome, SecondaryTier, TierOpenError
 from kvtier.tiers.remote.bucket import Bucket
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.pack_format import PackName, folder_of, mark_of, start_of
 from kvtier.tiers.remote.s3 import BucketAddress, BucketOptions, S3Tier, open_bucket
+from kvtier.tiers.secondary_tier import NamespaceId, Outcome, SecondaryTier, TierOpenError
 
 
 def s3_tier(limits: RemoteLimits | None = None, **options: object) -> S3Tier:

@@ -14,7 +14,6 @@ from harness.certificates import Authority
 from harness.polling import wait_until
 from harness.redis_server import PROGRAMS, RedisCluster, RedisServer, needs_redis
 
-from kvtier.tiers.base import BlockBytes, Outcome
 from kvtier.tiers.remote.dialing import ServerAddress
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.object_store import StoreUnavailableError
@@ -22,6 +21,7 @@ from kvtier.tiers.remote.resp import Answer
 from kvtier.tiers.remote.valkey import ValkeyTier
 from kvtier.tiers.remote.valkey_nodes import SLOTS, owners_in, slot_of
 from kvtier.tiers.remote.value_codec import name_of
+from kvtier.tiers.secondary_tier import BlockBytes, Outcome
 
 BLOCKS = [key(number) for number in range(60)]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvtier.tiers.base import Outcome
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.commands import RemoveFromTier
+from kvtier.tiers.secondary_tier import Outcome
 
 from . import inspect as inside
 from .ledger import JobRecord

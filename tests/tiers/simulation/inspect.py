@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any
 from unittest import mock
 
-from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core import room_queue
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.catalog import CatalogEntry, EntryState
@@ -24,11 +23,12 @@ from kvtier.tiers.core.operations import Operation
 from kvtier.tiers.core.prefetches import PrefetchBudget
 from kvtier.tiers.core.requests import Request
 from kvtier.tiers.core.room_queue import _Line
-from kvtier.tiers.core.secondary import GATHER_SECONDS, SecondaryTierState
+from kvtier.tiers.core.secondary_state import GATHER_SECONDS, SecondaryTierState
 from kvtier.tiers.core.sliced_work import _Entry
 from kvtier.tiers.core.tier_jobs import JobKind
 from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import TenantShare
+from kvtier.tiers.secondary_tier import NamespaceId
 from kvtier.tiers.types import EngineSession, NamespaceSpec, tenant_of
 
 from .model import EXTENT, Name

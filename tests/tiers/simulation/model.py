@@ -10,8 +10,17 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from kvtier.tiers.base import BlockBytes, Entry, Medium, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.negotiation import vote
+from kvtier.tiers.secondary_tier import (
+    BlockBytes,
+    Entry,
+    Medium,
+    NamespaceId,
+    Outcome,
+    RequestInfo,
+    SecondaryTier,
+    Vote,
+)
 from kvtier.tiers.types import HOLD_ONLY_KEY_PREFIX, NamespaceSpec
 
 __all__ = [

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.tiers.base import OffloadPolicy
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.requests import Request
+from kvtier.tiers.secondary_tier import OffloadPolicy
 from kvtier.tiers.types import EngineSession, Negotiation
 
 from .model import Name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtier.tiers.base import OffloadPolicy, RequestInfo
+from kvtier.tiers.secondary_tier import OffloadPolicy, RequestInfo
 from kvtier.tiers.types import NamespaceSpec
 
 from . import inspect as inside

@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from kvtier.tiers.base import OffloadPolicy
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.commands import Command, ContinueWork, HoldChanged, LeaseSettled, RequestsSettled, RoomOffered
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER
 from kvtier.tiers.errors import CoreError
 from kvtier.tiers.negotiation import DEFAULT_RULES, Rule
+from kvtier.tiers.secondary_tier import OffloadPolicy
 from kvtier.tiers.types import EngineSession, NamespaceSpec
 
 from . import inspect as inside

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.secondary_tier import NamespaceId
 from kvtier.tiers.stats.counters import MAX_NAMESPACES, HitCounters
 from kvtier.tiers.stats.eviction_history import EvictionHistory
 from kvtier.tiers.stats.request_log import OutcomeRun

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulation import ModelTier
 
-from kvtier.tiers.base import NamespaceId, RequestInfo
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
+from kvtier.tiers.secondary_tier import NamespaceId, RequestInfo
 from kvtier.tiers.stats.miss_ratio_curve import SCALES, MissRatioCurves, ReuseDistanceSampler
 from kvtier.tiers.stats.request_log import OutcomeRun
 from kvtier.tiers.types import HOLD_ONLY_KEY_PREFIX, MissReason, NamespaceSpec

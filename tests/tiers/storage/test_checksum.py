@@ -1,6 +1,6 @@
 """Checksums of blocks: what they cover."""
 
-from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.secondary_tier import NamespaceId
 from kvtier.tiers.storage.checksum import block_checksum
 
 NAMESPACE = NamespaceId(bytes(16))

@@ -16,13 +16,13 @@ import lmdb
 import pytest
 from contracts.tier import DONE, MIB, SPACE, content, full, key
 
-from kvtier.tiers.base import TierDamagedError, TierOpenError
 from kvtier.tiers.disk.format import DISK_STORE
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.lmdb import probe
 from kvtier.tiers.lmdb.environment import LMDB_STORE, Durability
 from kvtier.tiers.lmdb.identity import MARKER_FILE, read_marker
 from kvtier.tiers.lmdb.tier import LMDBTier
+from kvtier.tiers.secondary_tier import TierDamagedError, TierOpenError
 from kvtier.tiers.storage.fsck import check
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

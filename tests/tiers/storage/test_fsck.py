@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from contracts.tier import CORRUPT, DONE, MIB, MISSING, SPACE, content, empty, fetch, full, held
 
-from kvtier.tiers.base import TierError
 from kvtier.tiers.disk.format import PAGE_BYTES
 from kvtier.tiers.disk.format import SlabRecord as DiskRecord
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.lmdb.format import BlockRecord as LMDBRecord
 from kvtier.tiers.lmdb.format import chunk_prefix
 from kvtier.tiers.lmdb.tier import LMDBTier
+from kvtier.tiers.secondary_tier import TierError
 from kvtier.tiers.storage.fsck import Finding, check
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

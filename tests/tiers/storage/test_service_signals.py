@@ -13,7 +13,7 @@ from kvtier.tiers.storage.service_signals import SERVICE_SIGNALS, start_module
 
 _SHOWN = """
 import json, os, signal, sys
-import kvtier.tiers.base
+import kvtier.tiers.secondary_tier
 print(json.__file__, *sys.argv[1:], os.read(int(sys.argv[1]), 9), sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
 """
 

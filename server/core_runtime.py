@@ -20,7 +20,6 @@ from itertools import count, islice
 from typing import TypeVar
 
 from ..cuda.host.region import HUGE_PAGE_BYTES, HostRegion, RegionError
-from ..tiers.base import BlockBytes, NamespaceId, Outcome, SecondaryTier
 from ..tiers.core.block import Block
 from ..tiers.core.commands import (
     Command,
@@ -40,6 +39,7 @@ from ..tiers.core.commands import (
 from ..tiers.core.manager import TierManager
 from ..tiers.core.settings import TierSettings
 from ..tiers.core.slot_allocator import extent_bytes_for
+from ..tiers.secondary_tier import BlockBytes, NamespaceId, Outcome, SecondaryTier
 from ..tiers.stats.snapshots import ManagerStats
 from ..tiers.types import HoldName, JobId, LeaseId
 from .telemetry.downgrades import Downgrades

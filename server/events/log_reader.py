@@ -17,10 +17,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass
 
 from ...client.events.known_blocks import KnownBlocks
-from ...tiers.base import NamespaceId
 from ...tiers.core.event_log import BlockEvent, EventKind, EventsLost
 from ...tiers.core.event_replay import EventReplay
-from ..runtime import TierRuntime
+from ...tiers.secondary_tier import NamespaceId
+from ..core_runtime import TierRuntime
 from .messages import PublishedEvent
 
 __all__ = ["EventWatch", "TierBlocks", "WatchPhase", "WatchStep", "pause"]

@@ -12,12 +12,12 @@ from harness.operations import run_to_end
 from harness.payloads import key_of
 
 from kvtier.cuda.host.region import HostRegion
-from kvtier.server.events import watch as watch_module
-from kvtier.server.events.watch import EventWatch, WatchPhase, WatchStep
-from kvtier.server.runtime import TierRuntime
-from kvtier.tiers.base import NamespaceId
+from kvtier.server.core_runtime import TierRuntime
+from kvtier.server.events import log_reader
+from kvtier.server.events.log_reader import EventWatch, WatchPhase, WatchStep
 from kvtier.tiers.core.call_specs import StoreSpec
 from kvtier.tiers.core.event_log import KEEP_SECONDS, EventKind, event_scope
+from kvtier.tiers.secondary_tier import NamespaceId
 from kvtier.tiers.types import NamespaceSpec
 
 SPEC = NamespaceSpec(NamespaceId(b"n" * 32), world_size=1, part_bytes=(4096,))
@@ -81,8 +81,8 @@ async def test_a_stalled_replay_does_not_block_that_of_another_reader(
     runtime: TierRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B6.5 It ends after a time-out, and its reader gets a new one when it reads again."""
-    monkeypatch.setattr(watch_module, "_STALLED_SECONDS", 0.05)
-    monkeypatch.setattr(watch_module, "_SLICE", 8)
+    monkeypatch.setattr(log_reader, "_STALLED_SECONDS", 0.05)
+    monkeypatch.setattr(log_reader, "_SLICE", 8)
     store(runtime, KEYS)
     lock = asyncio.Lock()
     stalled, other = watching(runtime, lock), watching(runtime, lock)

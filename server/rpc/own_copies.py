@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from ...tiers.core.in_flight_stores import Store
 from ...tiers.core.leases import BlockLease
-from ..runtime import TierRuntime
+from ..core_runtime import TierRuntime
 
 __all__ = ["Writers"]
 

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 from kvtier.client.errors import KVTierError, NotConnected
-from kvtier.client.session import connection
-from kvtier.client.session.connection import SessionConnection
+from kvtier.client.session import reconnect
+from kvtier.client.session.reconnect import SessionConnection
 from kvtier.protos.credentials import Credentials
 from kvtier.protos.endpoint import client_endpoint
 
@@ -31,9 +31,9 @@ def intervals(monkeypatch: pytest.MonkeyPatch, *outcomes: Exception | None) -> l
             raise error
 
     monkeypatch.setattr(SessionConnection, "_run_session", run_session)
-    monkeypatch.setattr(connection, "_random", SimpleNamespace(uniform=lambda _, high: high))
+    monkeypatch.setattr(reconnect, "_random", SimpleNamespace(uniform=lambda _, high: high))
     names = SimpleNamespace(Event=Closing, Condition=threading.Condition, Thread=threading.Thread)
-    monkeypatch.setattr(connection, "threading", names)
+    monkeypatch.setattr(reconnect, "threading", names)
     made = SessionConnection(mock.Mock(), client_endpoint("unix:/none"), mock.Mock(), 1.0, Credentials())
     made._thread.join()
     made.close()

@@ -16,12 +16,12 @@ import pytest
 
 from kvtier.protos.endpoint import Endpoint
 from kvtier.server.rpc import attach_socket
-from kvtier.server.rpc.sockets import SocketClaim, SocketError
+from kvtier.server.rpc.listening_sockets import SocketClaim, SocketError
 
 CLAIM_AND_WAIT = """
 import socket, sys
 from kvtier.protos.endpoint import Endpoint
-from kvtier.server.rpc.sockets import SocketClaim
+from kvtier.server.rpc.listening_sockets import SocketClaim
 claim = SocketClaim(Endpoint(path=sys.argv[1]))
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(sys.argv[1]); listener.listen()

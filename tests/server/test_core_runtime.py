@@ -18,14 +18,14 @@ from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1.cache_pb2 import PrepareStoreRequest
 from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
+from kvtier.server.core_runtime import TierRuntime
 from kvtier.server.rpc.request_checks import RequestValidator
 from kvtier.server.rpc.slice_scheduler import SliceScheduler
-from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.cache import CacheService
 from kvtier.server.services.long_calls import LongCalls
-from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.negotiation import vote
+from kvtier.tiers.secondary_tier import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.types import EngineSession, NamespaceSpec, StoreStatus
 
 REGION = 64 << 10
@@ -84,8 +84,8 @@ def stall_seconds() -> float:
 @pytest.fixture
 async def runtime(tier: GatedTier, stall_seconds: float, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TierRuntime]:
     """A runtime with short ticks, whose backed region holds 16 blocks."""
-    monkeypatch.setattr("kvtier.server.runtime._TICK_SECONDS", 0.02)
-    monkeypatch.setattr("kvtier.server.runtime._CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("kvtier.server.core_runtime._TICK_SECONDS", 0.02)
+    monkeypatch.setattr("kvtier.server.core_runtime._CLOSE_SECONDS", 0.1)
     runtime = TierRuntime(HostRegion.create(REGION), [tier], stall_seconds=stall_seconds)
     await runtime.start()
     await async_wait_until(lambda: runtime.core.stats().tiers[0].available_bytes == REGION)
@@ -192,7 +192,7 @@ async def test_a_drain_waits_for_a_hanging_tier(
 
     Otherwise the drain reports a failure.
     """
-    monkeypatch.setattr("kvtier.server.runtime._STALLED_SECONDS", 0.5)
+    monkeypatch.setattr("kvtier.server.core_runtime._STALLED_SECONDS", 0.5)
     await store_two_jobs(runtime, tier)
     while not runtime.tiers[0].last_error:
         await runtime.wait_for_change(1)
@@ -209,7 +209,7 @@ async def test_a_stopped_server_does_not_blame_its_tiers(
     runtime: TierRuntime, tier: GatedTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """During a SIGSTOP or in a frozen cgroup a tier has no time to answer either."""
-    monkeypatch.setattr("kvtier.server.runtime._LATE_SECONDS", 0.1)
+    monkeypatch.setattr("kvtier.server.core_runtime._LATE_SECONDS", 0.1)
     await store_two_jobs(runtime, tier)
     await runtime.wait_for_change(1)  # the ticks have begun
     time.sleep(0.6)  # noqa: ASYNC251 - blocks the loop on purpose
@@ -238,7 +238,7 @@ async def test_a_failed_slice_does_not_end_a_reset(
     runtime: TierRuntime, tier: GatedTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The failure is logged and counted; the rest follows later, without an immediate retry."""
-    monkeypatch.setattr("kvtier.server.runtime._RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("kvtier.server.core_runtime._RETRY_SECONDS", 0.01)
     monkeypatch.setattr("kvtier.tiers.core.cpu_tier.SLICE", 4)
     logged: list[str] = []
     counted: list[str] = []
@@ -264,7 +264,7 @@ async def test_a_failed_slice_does_not_end_a_reset(
 
     monkeypatch.setattr(core._cpu_tier, "reset_slice", broken)
     monkeypatch.setattr(runtime._loop, "call_later", call_later)
-    monkeypatch.setattr("kvtier.server.runtime._log", SimpleNamespace(error=lambda text, **_: logged.append(text)))
+    monkeypatch.setattr("kvtier.server.core_runtime._log", SimpleNamespace(error=lambda text, **_: logged.append(text)))
     core.reset(session)
     runtime.run_commands()
     for _ in range(100):  # other events, which ask for slices as well

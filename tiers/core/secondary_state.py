@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
 
-from ..base import NamespaceId, SecondaryTier, TierFilter
 from ..eviction.admission import Admission
 from ..eviction.queues import EvictionQueues
+from ..secondary_tier import NamespaceId, SecondaryTier, TierFilter
 from ..stats.eviction_history import EvictionHistory
 from ..stats.snapshots import TierStats
 from .block import Block

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 
-from ..base import NamespaceId, SecondaryTier
+from ..secondary_tier import NamespaceId, SecondaryTier
 from ..stats.counters import HitCounters
 from ..stats.eviction_history import EvictionHistory, history_size
 from ..stats.miss_ratio_curve import MissRatioCurves
