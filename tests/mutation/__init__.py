@@ -64,7 +64,7 @@ _RELATED: Mapping[str, tuple[str, ...]] = {
     "server/devices/": ("tests/server/devices", "tests/cuda/device"),
     "server/events/": ("tests/server/events", "tests/server/services/test_events.py"),
     "server/rpc/": ("tests/server/rpc", "tests/server/bad_input", "tests/server/auth"),
-    "server/rpc/attach_socket.py": ("tests/server/rpc/test_sockets.py", "tests/server/test_dead_clients.py"),
+    "server/rpc/attach_socket.py": ("tests/server/rpc/test_listening_sockets.py", "tests/server/test_dead_clients.py"),
     "server/rpc/own_copies.py": ("tests/server/bulk",),
     "server/services/": ("tests/server/services", "tests/server/bad_input", "tests/client/test_client.py"),
     "server/services/devices.py": ("tests/cuda/device",),
