@@ -34,8 +34,8 @@ sys.path.insert(0, sys.argv[1])
 from harness.long_timeouts import long_timeouts
 from harness.payloads import key_of, namespace_of
 from kvtier.client import Client
-from kvtier.client.session import connection
-connection._SILENT_INTERVALS = 10_000  # it is to be killed, or cut off, and not to give up
+from kvtier.client.session import reconnect
+reconnect._SILENT_INTERVALS = 10_000  # it is to be killed, or cut off, and not to give up
 keys = [key_of(number) for number in range(16)]
 with long_timeouts(), Client(sys.argv[2], namespace=namespace_of(1 << 20), name="writer", transport=sys.argv[3]) as client:
     client.wait_until_connected(60)

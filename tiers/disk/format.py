@@ -9,7 +9,7 @@ slabs:
 |---|---|---|
 | `meta` | `b"disk format"` | the format version, u32 |
 | `meta` | `b"slab pages"` | pages per slab, u64, and the complement of this number, u64 |
-| `meta` | `b"tally"` | number and digest of the blocks (`lmdb.tally`) |
+| `meta` | `b"tally"` | number and digest of the blocks (`lmdb.index_digest`) |
 | `blocks` | namespace (32 bytes) + block key | a `SlabRecord` |
 """
 
