@@ -255,7 +255,7 @@ def event_stream(endpoint: str, options: Any) -> list[str]:
     """The parent's events continue.
 
     The first fork waits for the stream: beside a thread that opens a connection, gRPC's fork
-    handlers ended 4 of 2,500 parents with SIGSEGV.
+    handlers ended one of 600 parents with SIGSEGV.
     """
     with Client(endpoint, **options) as client:
         client.wait_until_connected(60)
