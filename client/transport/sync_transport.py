@@ -220,21 +220,24 @@ def _run_apart(work: Callable[[], Any], on_interrupt: Callable[[], object] | Non
         return work()
     outcome: list[tuple[Any, BaseException | None]] = []
     done: SimpleQueue[None] = SimpleQueue()
+    starts = [None]  # who takes this item decides: the thread that it works, the caller that nobody does
 
     def run() -> None:
+        if not _took(starts):
+            return
         try:
             outcome.append((work(), None))
         except BaseException as error:  # noqa: BLE001 - raised in the main thread
             outcome.append((None, error))
         done.put(None)
 
-    # Not `threading.Thread`: an interrupt during its start would leave its lock locked.
-    _thread.start_new_thread(run, ())
     try:
+        # Not `threading.Thread`: an interrupt during its start would leave its lock locked.
+        _thread.start_new_thread(run, ())
         done.get()
     except BaseException:
-        # The interrupt can also come after the end of `get`.
-        if on_interrupt is not None and not outcome:
+        # The interrupt can come before the work begins, and after it has ended.
+        if not _took(starts) and on_interrupt is not None and not outcome:
             on_interrupt()
             done.get()
         raise
@@ -242,3 +245,12 @@ def _run_apart(work: Callable[[], Any], on_interrupt: Callable[[], object] | Non
     if error is not None:
         raise error
     return answer
+
+
+def _took(items: list[None]) -> bool:
+    """Takes an item, if there is one. Of two threads, one gets the last item."""
+    try:
+        items.pop()
+    except IndexError:
+        return False
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import ctypes
 import signal
@@ -132,11 +133,12 @@ class Retried:
 
     def __init__(self, interrupt: Callable[[], object]) -> None:
         self._interrupt = interrupt
-        self.first, self.second = threading.Event(), threading.Event()
+        self.started, self.first, self.second = threading.Event(), threading.Event(), threading.Event()
 
     def stream(self, session: ClientSession, move: Callable[[Any], Any]) -> None:
         def push(_: Any, on_start: Callable[[Any], object]) -> None:
             on_start(SimpleNamespace(cancel=self.first.set))
+            self.started.set()
             self._interrupt()
             assert self.first.wait(SOON)
             on_start(SimpleNamespace(cancel=self.second.set))
@@ -155,6 +157,34 @@ def test_an_interrupt_also_cancels_the_stream_of_a_retry(request: pytest.Fixture
     with pytest.raises(KeyboardInterrupt):
         transport._stream(mock.Mock(), lambda streams, on_start: streams.push(None, on_start))
     assert sockets.second.is_set()
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_an_interrupt_at_the_start_of_the_thread_of_a_stream(monkeypatch: pytest.MonkeyPatch, runs: bool) -> None:
+    """A signal handler can run right before or after the call that starts the thread.
+
+    The stream that runs is cancelled, and has ended when the interrupt is raised. Without a stream
+    at that time, none begins afterwards: the caller reuses its memory.
+    """
+    transport = GrpcTransport.__new__(GrpcTransport)
+    sockets = transport._sockets = Retried(lambda: None)
+    kept: list[Callable[[], None]] = []
+    start = _thread.start_new_thread
+
+    def interrupted(run: Callable[[], None], arguments: tuple[()]) -> None:
+        kept.append(run)
+        if runs:
+            start(run, arguments)
+            assert sockets.started.wait(SOON)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_thread, "start_new_thread", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        transport._stream(mock.Mock(), lambda streams, on_start: streams.push(None, on_start))
+    assert sockets.second.is_set() == runs
+    if not runs:
+        kept[0]()
+        assert not sockets.started.is_set()
 
 
 async def test_a_cancellation_also_cancels_the_stream_of_a_retry() -> None:
