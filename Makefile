@@ -58,7 +58,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .PHONY: help demo demo-fleet demo-router test test-long test-engines test-sglang test-remote test-web test-gpu test-deploy \
   simulate mutate stress fuzz bench bench-engine bench-peers bench-remote bench-proxy bench-gpu bench-traces trace \
-  verify verify-style verify-language verify-tree verify-faults verify-generated verify-types verify-protos fix generate docs docs-reference \
+  verify verify-style verify-language verify-tree verify-faults verify-steps verify-generated verify-types verify-protos fix generate docs docs-reference \
   requirements dist clean
 
 help:  ## List the targets
@@ -168,7 +168,7 @@ trace:
 ##@ Change the code
 
 verify: $(VENV)/.stamp $(PROTOC)/.stamp  ## Check style, types and the wire contract; changes no file
-	$(MAKE) --no-print-directory --keep-going verify-style verify-language verify-tree verify-faults verify-generated verify-types verify-protos
+	$(MAKE) --no-print-directory --keep-going verify-style verify-language verify-tree verify-faults verify-steps verify-generated verify-types verify-protos
 
 verify-style: $(VENV)/.stamp
 	$(VENV)/bin/ruff format --check .
@@ -183,6 +183,10 @@ verify-tree: $(VENV)/.stamp
 # The tests that read source text: a changed line must not leave a fault that cannot be planted.
 verify-faults: $(VENV)/.stamp
 	$(VENV)/bin/python -m pytest -q -p no:cacheprovider tests/test_architecture.py tests/test_mutation.py tests/tiers/test_simulation_mutants.py -k 'architecture or can_be_planted or can_still_be_planted'
+
+# Counts, not times: a busy machine gives the same figures.
+verify-steps: $(VENV)/.stamp
+	$(VENV)/bin/python -m bench.steps --check
 
 verify-generated: $(VENV)/.stamp
 	$(VENV)/bin/python tools/generate_sync.py --check

@@ -220,7 +220,7 @@ def _run_apart(work: Callable[[], Any], on_interrupt: Callable[[], object] | Non
         return work()
     outcome: list[tuple[Any, BaseException | None]] = []
     done: SimpleQueue[None] = SimpleQueue()
-    starts = [None]  # who takes this item decides: the thread that it works, the caller that nobody does
+    starts = [None]  # the thread works if it takes this item, and not if the caller has taken it
 
     def run() -> None:
         if not _took(starts):
