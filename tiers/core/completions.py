@@ -166,20 +166,19 @@ class CompletionHandler:
 
     def _settling(self, blocks: Sequence[Block]) -> Iterator[tuple[bytes, Operation[None]]]:
         """Yields an operation for each tenant that waits for blocks."""
+        of_requests = self._requests.waiters.among(blocks)
+        any_awaited = of_requests | self._lookups.leases.waiters.among(blocks) | self._handoffs.awaited_among(blocks)
+        if not any_awaited:  # the usual case
+            return
         found: dict[bytes, list[Block]] = {}
         for block in blocks:
-            if self._is_awaited(block):  # usually not
+            if block in any_awaited:
                 found.setdefault(tenant_of(block.namespace), []).append(block)
         for tenant, awaited in found.items():
-            kept = [block for block in awaited if block in self._requests.waiters]
+            kept = [block for block in awaited if block in of_requests]
             for block in kept:  # requests do not pin the blocks that they wait for
                 block.pins += 1
             yield tenant, self._settle(awaited, kept)
-
-    def _is_awaited(self, block: Block) -> bool:
-        return (
-            block in self._lookups.leases.waiters or self._handoffs.is_awaited(block) or block in self._requests.waiters
-        )
 
     def _settle(self, blocks: Sequence[Block], kept: Sequence[Block]) -> Operation[None]:
         """`kept`: blocks that are pinned until the operation ends."""

@@ -11,7 +11,7 @@ from ..secondary_tier import NamespaceId
 from ..stats.eviction_history import EvictionHistory
 from ..stats.snapshots import TierStats
 from ..types import MissReason, NamespaceSpec, tenant_of
-from .block import Block
+from .block import Block, put_slots
 from .block_index import BlockIndex
 from .event_log import EventLog
 from .retiring_extents import RetiringExtents
@@ -171,8 +171,7 @@ class CpuTier:
             self.no_room += len(wanted) - len(offsets)
             self._owners.update(zip(offsets, wanted, strict=False))
             if rank is not None:
-                for block, offset in zip(wanted, offsets, strict=False):
-                    block.put_slot(rank, offset)
+                put_slots(wanted, rank, offsets)
                 continue
             left = iter(offsets)
             for block in mine:
@@ -234,7 +233,7 @@ class CpuTier:
         offset = block.slots[rank]
         if offset is None:
             raise ValueError(f"rank {rank} of {block!r} has no slot")
-        block.put_slot(rank, None)
+        put_slots((block,), rank, (None,))
         del self._owners[offset]
         self._detached[offset] = block.queue.share
         return offset

@@ -391,8 +391,8 @@ class HandoffHandler:
             (partial(self.settle, hold, block), block) for hold in holds for block in list(hold.awaited)
         )
 
-    def is_awaited(self, block: Block) -> bool:
-        return self._table.is_awaited(block)
+    def awaited_among(self, blocks: Sequence[Block]) -> set[Block]:
+        return self._table.awaited_among(blocks)
 
     def awaiting(self, block: Block) -> list[Hold]:
         return self._table.awaiting(block)

@@ -211,8 +211,8 @@ class HoldTable:
             self._waiters.remove(hold, block)
         hold.awaited = {}
 
-    def is_awaited(self, block: Block) -> bool:
-        return block in self._waiters
+    def awaited_among(self, blocks: Sequence[Block]) -> set[Block]:
+        return self._waiters.among(blocks)
 
     def awaiting(self, block: Block) -> list[Hold]:
         return self._waiters.of(block)

@@ -192,12 +192,12 @@ class InFlightStores:
     def add_blocks(self, store: Store, blocks: Sequence[Block]) -> None:
         """Adds blocks, each with a granted slot, to a store."""
         store.blocks += blocks
-        self._count_bytes(store.owner.engine, sum(map(_slot_bytes, blocks)))
+        self._count_bytes(store.owner.engine, sum([block.queue.size_class for block in blocks]))
 
     def take_blocks(self, store: Store, blocks: Sequence[Block], *, tail: bool = False) -> None:
         """Removes the first blocks of a store, or its last ones, whose slots it no longer has."""
         store.blocks = store.blocks[: -len(blocks)] if tail else store.blocks[len(blocks) :]
-        self._count_bytes(store.owner.engine, -sum(map(_slot_bytes, blocks)))
+        self._count_bytes(store.owner.engine, -sum([block.queue.size_class for block in blocks]))
 
     def _count_bytes(self, engine: EngineKey, change: int) -> None:
         count_bytes(self.granted_bytes, tenant_of(engine[0]), change)
@@ -303,7 +303,3 @@ class InFlightStores:
             self._count(ended.engine, -1)
             self._count_bytes(ended.engine, -self.cpu_tier.memory.slot_bytes_of(ended.offsets))
             self.cpu_tier.release(ended.offsets)
-
-
-def _slot_bytes(block: Block) -> int:
-    return block.queue.size_class

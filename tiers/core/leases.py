@@ -320,26 +320,34 @@ class LeaseTable:
         self._tenant_items[tenant] += len(items) + PENDING_COST * (lease.pending - pending)
 
     def _count_blocks(self, items: Sequence[Block | None], tenant: bytes) -> None:
-        nbytes = 0
+        nbytes = held = 0
         for block in items:
             if block is not None:
                 block.leases += 1
                 if block.leases == 1:
-                    nbytes += block.allocated_bytes
+                    size = block.queue.size_class * len(block.slots)  # a call of `allocated_bytes` takes longer
+                    nbytes += size
                     if block.held:
-                        count_bytes(self.only_held_bytes, tenant, -block.allocated_bytes)
+                        held += size
         if nbytes:  # an entry of 0 would stay
             self.leased_bytes[tenant] += nbytes
+        if held:
+            count_bytes(self.only_held_bytes, tenant, -held)
 
     def _unpin(self, blocks: Sequence[Block]) -> None:
-        """Removes one pin of a lease per block."""
+        """Removes one pin of a lease per block. The blocks belong to one tenant."""
+        nbytes = held = 0
         for block in blocks:
             block.leases -= 1
             if not block.leases:
-                tenant = tenant_of(block.namespace)
-                count_bytes(self.leased_bytes, tenant, -block.allocated_bytes)
+                size = block.queue.size_class * len(block.slots)
+                nbytes += size
                 if block.held:
-                    self.only_held_bytes[tenant] += block.allocated_bytes
+                    held += size
+        if nbytes:
+            count_bytes(self.leased_bytes, tenant_of(blocks[0].namespace), -nbytes)
+        if held:
+            self.only_held_bytes[tenant_of(blocks[0].namespace)] += held
         self._cpu_tier.unpin(blocks)
 
     def is_open(self, lease: BlockLease) -> bool:

@@ -10,7 +10,7 @@ from ..errors import InvalidItem
 from ..stats.eviction_history import EvictionHistory
 from ..stats.miss_ratio_curve import MissRatioCurves
 from ..types import EngineSession, MissReason, Owner, StoreAnswer, StoreId, StoreStatus
-from .block import Block
+from .block import Block, parts_written
 from .completions import CompletionHandler
 from .conversations import ConversationTable
 from .cpu_tier import CpuTier
@@ -250,7 +250,7 @@ class StoreHandler:
         if not store.blocks:
             self.table.end(store)
             self._unpin(self._take_others(store))
-        complete = []
+        written = []
         for number, block in enumerate(blocks, start=first):
             block.writers -= 1
             if number in missing or block.namespace_index.invalidated:
@@ -258,8 +258,8 @@ class StoreHandler:
                 self._cpu_tier.release([self._cpu_tier.detach_slot(block, store.rank)])
                 continue
             self._cpu_tier.stored_bytes += block.part_bytes
-            if block.part_written(store.rank):
-                complete.append(block)
+            written.append(block)
+        complete = parts_written(written, store.rank)
         self._cpu_tier.became_ready(complete)
         request = store.request
         if request is not None:
@@ -311,8 +311,10 @@ class StoreHandler:
         room, or if there is another tier, because only the CPU tier passes blocks to it. A block
         that has a part of another rank is never declined.
         """
-        new = [block for block in wanted if not any(slot is not None for slot in block.slots)]
-        if self._tier_jobs.write_back.storing or owner.user is None or not self._cpu_tier.may_decline(new):
+        if self._tier_jobs.write_back.storing or owner.user is None:
+            return None
+        new = [block for block in wanted if block.slots.count(None) == len(block.slots)]
+        if not self._cpu_tier.may_decline(new):
             return None
         self._cpu_tier.use(found, owner.user)  # the policy orders the new blocks among the others
         return set(self._cpu_tier.declined(new))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from .block import Block
@@ -22,8 +22,9 @@ class Waiters(Generic[W]):
     def __init__(self) -> None:
         self._by_block: dict[Block, dict[W, None]] = {}
 
-    def __contains__(self, block: Block) -> bool:
-        return block in self._by_block
+    def among(self, blocks: Sequence[Block]) -> set[Block]:
+        """Returns the blocks that a lease, hold or request waits for."""
+        return self._by_block.keys() & blocks if self._by_block else set()
 
     def of(self, block: Block) -> list[W]:
         return list(self._by_block.get(block, ()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from ..types import MissReason
-from .block import Block
+from .block import Block, without_hold_only
 from .catalog import EntryState
 from .cpu_tier import CpuTier
 from .presence_cache import Name
@@ -39,7 +39,7 @@ class WriteBack:
         queue is not stored in this tier. A block that the tier's admission filter rejects may be
         stored at its next use (`used`). With `even_if_busy`, there is no queue limit and no filter.
         """
-        blocks = [block for block in blocks if not block.hold_only]
+        blocks = without_hold_only(blocks)
         for block in blocks:
             block.skip_reason = None
         for secondary in self.storing:
@@ -57,7 +57,7 @@ class WriteBack:
 
     def used(self, blocks: Sequence[Block], user: Hashable) -> None:
         """Offers blocks that a request found in the CPU tier to tiers with an admission filter."""
-        blocks = [block for block in blocks if not block.hold_only] if self._filtered else blocks
+        blocks = without_hold_only(blocks) if self._filtered else blocks
         for secondary in self._filtered:
             taken = []
             for block in blocks:
@@ -81,7 +81,7 @@ class WriteBack:
         The request waits for the end of these stores. The queue limit is twice the usual one. If a
         block does not fit, it is not stored, and the request counts it as incomplete (B3.10).
         """
-        blocks = [block for block in blocks if not block.hold_only]
+        blocks = without_hold_only(blocks)
         for secondary in self.storing:
             if secondary.index not in request.request_level_tiers:
                 continue

@@ -11,6 +11,7 @@ import pytest
 from core_rig import Rig, keys
 from harness.operations import run_to_end
 
+from kvtier.tiers.core import cpu_tier as cpu_tier_module
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.leases import LEASE_COST, PENDING_COST
 from kvtier.tiers.errors import InvalidNamespace, LimitExceeded
@@ -164,7 +165,7 @@ def test_promotions_fill_all_parts_in_one_step(monkeypatch: pytest.MonkeyPatch) 
     rig = Rig(extents=4, extent_bytes=64 * PAGE)
     cpu_tier, namespace = rig.core._cpu_tier, spec(1, world_size=64)
     blocks = cpu_tier.find_or_add(namespace, [key_of(0, 1), key_of(0, 2)])
-    monkeypatch.setattr(type(blocks[0]), "put_slot", lambda *_: pytest.fail("one offset at a time"))
+    monkeypatch.setattr(cpu_tier_module, "put_slots", lambda *_: pytest.fail("one offset at a time"))
     cpu_tier.use(blocks, None)
     cpu_tier.reserve(blocks)
     offsets = [slot for block in blocks for slot in block.slots]

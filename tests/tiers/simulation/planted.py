@@ -246,8 +246,8 @@ MUTANTS = (
         "a block is visible after its first part",
         Invariant.BYTES,
         "core/block.py",
-        "self.ready = self.written == (1 << len(self.slots)) - 1",
-        "self.ready = True",
+        "block.ready = ready = written == (1 << len(block.slots)) - 1",
+        "block.ready = ready = True",
     ),
     Mutant(
         "a failed promotion is served",
@@ -582,7 +582,7 @@ MUTANTS = (
         "partial blocks are stored in tiers",
         Invariant.PRIVATE,
         "core/write_back.py",
-        "        blocks = [block for block in blocks if not block.hold_only]\n        for block in blocks:\n",
+        "        blocks = without_hold_only(blocks)\n        for block in blocks:\n",
         "        for block in blocks:\n",
     ),
     Mutant(
@@ -757,8 +757,8 @@ MUTANTS = (
         "a completion leaves the pins of blocks without a slot",
         Invariant.PINS,
         "core/stores.py",
-        "            self._unpin(self._take_others(store))\n        complete = []",
-        "            self._take_others(store)\n        complete = []",
+        "            self._unpin(self._take_others(store))\n        written = []",
+        "            self._take_others(store)\n        written = []",
     ),
     Mutant(
         "a store ends during its completion",
