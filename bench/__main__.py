@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvtier.cuda.host.memory import tune_malloc
 
+from .calls import measure_calls
 from .clients import measure_clients
 from .copies import measure_copies
 from .disk import measure_disk
@@ -29,6 +30,7 @@ from .streams import measure_streams
 
 PARTS: dict[str, Callable[[Report, Path], None]] = {
     "movement": measure_movement,
+    "calls": measure_calls,
     "streams": measure_streams,
     "copies": measure_copies,
     "lookups": measure_lookups,

@@ -40,11 +40,15 @@ class Service:
         valkey_url: str | None = None,
         config: str = "",
         certificate: Certificate | None = None,
+        eviction: str | None = "lru",
+        tree: Path | None = None,
     ) -> None:
         """Prepares a server; without `lmdb_bytes` and `valkey_url` it has the CPU tier only.
 
         With `certificate` TCP uses TLS, and clients need that certificate. `config` is appended to
-        the configuration. The caller removes `directory`.
+        the configuration. `eviction`: the policy of the CPU tier, or None for the default one; with
+        `lru` the next load finds its blocks, although the benchmark sends no requests. `tree`:
+        directory of another tree whose server runs. The caller removes `directory`.
         """
         self._directory = directory
         # Not in `directory`, whose path may be too long for a socket.
@@ -62,15 +66,18 @@ class Service:
         self._config.write_text(
             f"insecure = {json.dumps(certificate is None)}\n"
             f"listen = {json.dumps([self.unix, self.tcp])}\nregion_size = {region_bytes}\n"
-            # Benchmarks send no requests: with lru the next load still finds its blocks.
-            f'data_dir = {json.dumps(str(directory))}\ncpu = {{eviction = "lru"}}\n{config}\n{tiers}'
+            f"data_dir = {json.dumps(str(directory))}\n"
+            + (f"cpu = {{eviction = {json.dumps(eviction)}}}\n" if eviction is not None else "")
+            + f"{config}\n{tiers}"
             + (certificate.settings if certificate is not None else "")
         )
+        self._source = {} if tree is None else {"PYTHONPATH": str(tree / "src")}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> float:
         """Starts the server and waits for its region; returns the seconds to the first answer."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+        environment |= self._source
         started = time.perf_counter()
         with self.log.open("ab") as log:
             command = [sys.executable, "-m", "kvtier.server", "serve", "--config", str(self._config)]
