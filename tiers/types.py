@@ -200,7 +200,7 @@ class NamespaceSpec:
 
     def groups_are_known(self, packed: bytes, length: int) -> bool:
         """Returns whether all keys of this length pass `check`. `packed`: the concatenated keys."""
-        *high, low = (packed[length - place :: length] for place in range(GROUP_INDEX_BYTES, 0, -1))
+        *high, low = [packed[length - place :: length] for place in range(GROUP_INDEX_BYTES, 0, -1)]
         return not b"".join(high).strip(b"\0") and not low.translate(None, bytes(range(min(len(self.part_bytes), 256))))
 
 

@@ -321,6 +321,8 @@ def _varint(message: bytes, pos: int, most: int = 5) -> tuple[int, int]:
 def _skip_number(kind: int, message: bytes, pos: int) -> int:
     """Returns the position behind a number. Refuses other kinds, which no encoder writes."""
     if kind == _VARINT:
+        if message[pos] < 128:
+            return pos + 1
         return _varint(message, pos, _VARINT_BYTES)[1]
     if kind not in _FIXED_BYTES:
         raise _malformed()

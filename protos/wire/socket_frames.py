@@ -132,6 +132,10 @@ class FrameKind(enum.IntEnum):
     """Follows the last data frame of a Push."""
 
 
+_KINDS = {kind.value: kind for kind in FrameKind}
+"""`FrameKind(value)` would call two Python functions per frame."""
+
+
 class Hello(NamedTuple):
     """First message of a client. The token follows, `token_bytes` long."""
 
@@ -178,8 +182,11 @@ def purpose_of(start: bytes) -> Purpose:
 
 def unpack_head(head: bytes | bytearray | memoryview) -> tuple[int, FrameKind, int]:
     """Returns a frame's length after the head, kind, and number of its call. Raises ValueError."""
-    length, kind, number = _HEAD.unpack_from(head)
-    return length, FrameKind(kind), number
+    length, value, number = _HEAD.unpack_from(head)
+    kind = _KINDS.get(value)
+    if kind is None:
+        raise ValueError(f"{value} is no kind of a frame")
+    return length, kind, number
 
 
 def pack_call(number: int, name: bytes, message: bytes) -> bytes:

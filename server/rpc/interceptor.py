@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Self
@@ -239,7 +238,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                     if receives:
                         account = await self._enter(request, context)
                     answer = self._start(account, behavior, request, context)
-                    return await self._metered(account, answer) if inspect.isawaitable(answer) else answer
+                    return await self._metered(account, answer) if hasattr(answer, "__await__") else answer
                 except Exception as error:  # noqa: BLE001 - an error of one call must not end the server
                     del request  # see `abort`
                     await self._metered(account, outcome.abort(context, error))
@@ -355,10 +354,17 @@ class _Outcome:
         self._interceptor = interceptor
         self._method = method
         self._context = context
-        self._code = grpc.StatusCode.OK
+        self._code = "OK"
+        """Name of the call's status."""
         self._started = time.monotonic()
-        self.counted = contextlib.ExitStack()
-        """Counts the stream until the end of the call."""
+        self._counted: contextlib.ExitStack | None = None
+
+    @property
+    def counted(self) -> contextlib.ExitStack:
+        """Counts the stream until the end of the call. Most calls have no use for it."""
+        if self._counted is None:
+            self._counted = contextlib.ExitStack()
+        return self._counted
 
     def received(self) -> None:
         """Begins the duration of a call when its request has arrived."""
@@ -368,18 +374,19 @@ class _Outcome:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.counted.close()
+        if self._counted is not None:
+            self._counted.close()
         if kind is not None and not issubclass(kind, grpc.aio.AbortError):
             # The call was cancelled, or the client disconnected before an answer was sent.
-            self._code = grpc.StatusCode.CANCELLED
+            self._code = "CANCELLED"
         seconds = time.monotonic() - self._started
         tracing = self._interceptor.tracing
         trace_id = (
-            None if tracing is None else tracing.call_ended(self._method, self._code.name, seconds, self._context)
+            None if tracing is None else tracing.call_ended(self._method, self._code, seconds, self._context)
         )
-        self._interceptor.observe(self._method, self._code.name, seconds, trace_id)
+        self._interceptor.observe(self._method, self._code, seconds, trace_id)
         if self._interceptor.audit_log is not None:
-            self._interceptor.audit_log.record_call(self._method, self._code.name)
+            self._interceptor.audit_log.record_call(self._method, self._code)
 
     async def abort(self, context: grpc.aio.ServicerContext, error: Exception) -> None:
         """Aborts the call with the status of `error`; always raises.
@@ -389,7 +396,7 @@ class _Outcome:
         Without that, ten refused messages of 7 MB occupied 600 MB.
         """
         if isinstance(error, grpc.aio.AbortError):
-            self._code = context.code() or grpc.StatusCode.UNKNOWN
+            self._code = (context.code() or grpc.StatusCode.UNKNOWN).name
             raise error
         if isinstance(error, CoreError | Refused):
             reason, message = error.reason, str(error)
@@ -397,7 +404,8 @@ class _Outcome:
             reason, message = "INTERNAL", "a defect of the server; its log has the traceback"
             _log.error("call failed", method=self._method, exc_info=error)
         error.__traceback__ = error.__cause__ = error.__context__ = None
-        self._code = STATUS_OF[reason]
+        code = STATUS_OF[reason]
+        self._code = code.name
         self._interceptor.refused(self._method, reason)
         if self._interceptor.audit_log is not None:
             audited = error.audit_reason if isinstance(error, Refused) else reason
@@ -407,4 +415,4 @@ class _Outcome:
         retry_after = error.retry_after if isinstance(error, Refused) else None
         if isinstance(error, Refused) and error.hold_back:
             await self._interceptor.hold_back(context, error.hold_back)
-        await context.abort(self._code, message, error_details(reason, message, retry_after))
+        await context.abort(code, message, error_details(reason, message, retry_after))

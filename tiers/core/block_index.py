@@ -89,6 +89,8 @@ class BlockIndex:
 
     def pending_reset_blocks(self, namespace: NamespaceId) -> int:
         """Returns how many blocks a reset must still drop, except those in a stalled tier's job."""
+        if not self._invalidated and not self._reset:  # the usual case, for each slice of a lookup
+            return 0
         waited = sum(len(index.blocks) for index in self._invalidated.get(namespace, ()))
         return waited + sum(not block.stalled for block in self._reset.get(namespace, ()))
 
