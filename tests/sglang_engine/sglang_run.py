@@ -22,6 +22,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     import sglang
 
+    _begin()
     engine = sglang.Engine(**job["engine"])
     results = [_step(engine, dict(step)) for step in job["steps"]]
     Path(sys.argv[2]).write_text(json.dumps(results))
@@ -36,6 +37,7 @@ def _step(engine: Any, step: dict[str, Any]) -> dict[str, Any]:
             # The engine refuses while pages are copied to the host pool.
             wait_until(lambda: engine.flush_cache().success, STEP_SECONDS, otherwise="the engine keeps its pages")
         case "clear":
+            _begin()
             manager = engine.tokenizer_manager
             assert engine.loop.run_until_complete(manager.clear_hicache_storage()).success
         case "shell":
@@ -44,6 +46,8 @@ def _step(engine: Any, step: dict[str, Any]) -> dict[str, Any]:
             Path(step["file"]).write_text(json.dumps([step["moment"], step["command"]]))
         case "acted":
             wait_until(lambda: not Path(step["file"]).exists(), STEP_SECONDS, otherwise="the moment did not come")
+        case "opened":
+            _wait_for_sessions(ServerProcess(Path(step["folder"])), step["ranks"])
         case "stored":
             _wait_for_blocks(ServerProcess(Path(step["folder"])), step["blocks"])
         case "files":
@@ -52,6 +56,23 @@ def _step(engine: Any, step: dict[str, Any]) -> dict[str, Any]:
         case unknown:
             raise ValueError(unknown)
     return {}
+
+
+def _begin() -> None:
+    """Called before the engine's sessions are opened."""
+    global _begun  # noqa: PLW0603 - this program runs one engine
+    _begun = time.monotonic()
+
+
+_begun = 0.0
+
+
+def _wait_for_sessions(server: ServerProcess, ranks: int) -> None:
+    def opened() -> bool:
+        age = time.monotonic() - _begun
+        return sum(session["age_seconds"] < age for session in server.status()["sessions"]) == ranks
+
+    wait_until(opened, STEP_SECONDS, otherwise=server.status, interval=0.1)
 
 
 def _wait_for_blocks(server: ServerProcess, blocks: int) -> None:

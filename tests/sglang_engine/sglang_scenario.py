@@ -9,7 +9,7 @@ from typing import Any
 from scenario import BLOCK
 from server_process import ServerProcess
 
-__all__ = ["FORGET", "TRIGGER", "RunSglang", "file_storage", "hits", "kvtier_storage", "stored"]
+__all__ = ["FORGET", "TRIGGER", "RunSglang", "file_storage", "hits", "kvtier_storage", "opened", "stored"]
 
 TRIGGER = "KVTIER_TEST_TRIGGER"
 """Environment variable with the file that `acting_storage` reads."""
@@ -21,6 +21,14 @@ FORGET = {"op": "forget"}
 def hits(prompt: list[int]) -> int:
     """Returns the tokens that a hit may cover: whole pages, and never the last token."""
     return (len(prompt) - 1) // BLOCK * BLOCK
+
+
+def opened(server: ServerProcess, ranks: int = 1) -> dict[str, Any]:
+    """Returns a step that waits for the engine's sessions: those since its start or last clear.
+
+    Until they are open, the engine stores nothing and finds nothing. It does not wait for them.
+    """
+    return {"op": "opened", "folder": str(server.folder), "ranks": ranks}
 
 
 def stored(server: ServerProcess, blocks: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from scenario import BLOCK, assert_same, generate, tokens
 from server_process import ServerProcess
-from sglang_scenario import FORGET, RunSglang, file_storage, hits, kvtier_storage, stored
+from sglang_scenario import FORGET, RunSglang, file_storage, hits, kvtier_storage, opened, stored
 
 PROMPTS = [tokens(11, 1000), tokens(12, 20 * BLOCK + 1), tokens(13, 12 * BLOCK)]
 HALF = PROMPTS[0][: 16 * BLOCK] + tokens(21, 100)
@@ -27,11 +27,13 @@ def first(run_sglang: RunSglang, server: ServerProcess) -> dict[str, Any]:
     """An engine with an empty server. It also clears the storage at its end."""
     server.start()
     steps = [
+        opened(server),
         QUESTIONS[0],
         stored(server, sum(PAGES)),
         FORGET,
         generate("again", PROMPTS),
         {"op": "clear"},
+        opened(server),
         FORGET,
         generate("cleared", PROMPTS[:1]),
         stored(server, sum(PAGES) + PAGES[0]),
@@ -47,7 +49,7 @@ def second(run_sglang: RunSglang, server: ServerProcess, first: dict[str, Any]) 
     assert first["again"]
     server.kill()
     server.start()
-    return run_sglang(QUESTIONS, kvtier_storage(server.endpoint))
+    return run_sglang([opened(server), *QUESTIONS], kvtier_storage(server.endpoint))
 
 
 def test_storing_changes_no_answer(reference: dict[str, Any], first: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from scenario import BLOCK, assert_same, generate, tokens
 from server_process import ServerProcess
-from sglang_scenario import RunSglang, kvtier_storage, stored
+from sglang_scenario import RunSglang, kvtier_storage, opened, stored
 from tiny_models import make_adapter
 
 PAGES = 12
@@ -24,7 +24,7 @@ def lives(run_sglang: RunSglang, server: ServerProcess, tmp_path_factory: pytest
     results = {}
     for name, seed in (("first", 0), ("second", 0), ("retrained", 1)):
         make_adapter(folder, seed)
-        steps = [*STEPS, stored(server, 2 * PAGES)] if name == "first" else STEPS
+        steps = [opened(server), *STEPS, *([stored(server, 2 * PAGES)] if name == "first" else [])]
         results[name] = run_sglang(steps, kvtier_storage(server.endpoint), **engine)
     return results
 

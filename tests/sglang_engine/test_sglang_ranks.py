@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from scenario import BLOCK, assert_same, generate, tokens
 from server_process import ServerProcess
-from sglang_scenario import FORGET, RunSglang, hits, kvtier_storage, stored
+from sglang_scenario import FORGET, RunSglang, hits, kvtier_storage, opened, stored
 
 PROMPTS = [tokens(11, 1000), tokens(12, 20 * BLOCK + 1)]
 PAGES = [len(prompt) // BLOCK for prompt in PROMPTS]
@@ -24,9 +24,11 @@ def first(run_sglang: RunSglang, server: ServerProcess) -> dict[str, Any]:
     """An engine with an empty server. It also clears the storage."""
     server.start()
     steps = [
+        opened(server, 2),
         generate("base", PROMPTS),
         stored(server, sum(PAGES)),
         {"op": "clear"},
+        opened(server, 2),
         FORGET,
         generate("cleared", PROMPTS[:1]),
         stored(server, sum(PAGES) + PAGES[0]),
@@ -43,7 +45,7 @@ def test_another_engine_finds_all_parts(
     assert_same(reference["base"], first["base"])
     server.kill()
     server.start()
-    second = run_sglang([generate("base", PROMPTS)], kvtier_storage(server.endpoint), tp_size=2)
+    second = run_sglang([opened(server, 2), generate("base", PROMPTS)], kvtier_storage(server.endpoint), tp_size=2)
     assert_same(reference["base"], second["base"])
     assert [row["storage"] for row in second["base"]["rows"]] == list(map(hits, PROMPTS))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from scenario import BLOCK, assert_same, generate, tokens
 from server_process import ServerProcess
-from sglang_scenario import FORGET, RunSglang, hits, kvtier_storage, stored
+from sglang_scenario import FORGET, RunSglang, hits, kvtier_storage, opened, stored
 from window_model import WINDOW
 
 PROMPTS = [tokens(11, 1000), tokens(12, 20 * BLOCK + 1)]
@@ -27,11 +27,13 @@ def second(run_sglang: RunSglang, server: ServerProcess, reference: dict[str, An
     """An engine after another one that has stored the base, and a SIGKILL of the server."""
     server.start()
     blocks = sum(len(prompt) // BLOCK + WINDOW // BLOCK for prompt in PROMPTS)
-    first = run_sglang([QUESTIONS[0], stored(server, blocks)], kvtier_storage(server.endpoint), model="windows")
+    first = run_sglang(
+        [opened(server), QUESTIONS[0], stored(server, blocks)], kvtier_storage(server.endpoint), model="windows"
+    )
     assert_same(reference["base"], first["base"])
     server.kill()
     server.start()
-    return run_sglang(QUESTIONS, kvtier_storage(server.endpoint), model="windows")
+    return run_sglang([opened(server), *QUESTIONS], kvtier_storage(server.endpoint), model="windows")
 
 
 def test_a_prefix_is_loaded_with_its_window(reference: dict[str, Any], second: dict[str, Any]) -> None:
