@@ -325,7 +325,7 @@ class LeaseTable:
             if block is not None:
                 block.leases += 1
                 if block.leases == 1:
-                    size = block.queue.size_class * len(block.slots)  # faster than `allocated_bytes`
+                    size = block.queue.size_class * len(block.slots)  # its `allocated_bytes`
                     nbytes += size
                     if block.held:
                         held += size
