@@ -128,7 +128,7 @@ def measure() -> dict[str, Figures]:
 
 def _operations(client: Client) -> dict[str, Callable[[], object]]:
     new, unknown = Keys("steps"), Keys("unknown")
-    block = memoryview(bytes(BLOCK_BYTES))
+    block = memoryview(bytearray(BLOCK_BYTES))  # writable, as the memory of engines
     target = memoryview(bytearray(BATCH * BLOCK_BYTES))
     targets = [target[at : at + BLOCK_BYTES] for at in range(0, len(target), BLOCK_BYTES)]
     stored, missing = Keys("stored").take(LONG), unknown.take(LONG)
