@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from struct import Struct
+from types import SimpleNamespace
+
 import pytest
 
 from kvtier.protos.v1.common_pb2 import PackedKeys
+from kvtier.protos.wire import packed_keys
 from kvtier.protos.wire.packed_keys import (
     count_keys,
     pack_keys,
     pack_offsets,
     slices_of_keys,
     unpack_key_list,
+    unpack_keys,
     unpack_offsets,
 )
 
@@ -44,6 +49,19 @@ def test_keys_survive_packing(keys: list[bytes], most: int) -> None:
 def test_malformed_keys_are_refused(packed: PackedKeys) -> None:
     with pytest.raises(ValueError, match=r"bytes|only one"):
         unpack_key_list(packed)
+
+
+def test_formats_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may send keys of any length and number. They do not use memory after the call."""
+    made: list[str] = []
+    monkeypatch.setattr(packed_keys, "struct", SimpleNamespace(Struct=lambda form: made.append(form) or Struct(form)))
+    packed_keys._format.cache_clear()
+    for _ in range(3):
+        assert unpack_keys(b"abcdef" * 300, 6) == [b"abcdef"] * 300
+    assert sorted(map(len, made)) == [2 * 44, 2 * 256]
+    for length in range(1, 2000):
+        assert len(unpack_keys(bytes(length * 5), length)) == 5
+    assert packed_keys._format.cache_info().currsize <= 64
 
 
 def test_offsets_survive_packing() -> None:
