@@ -56,6 +56,8 @@ class Connection:
         self._idle_seconds = idle_seconds
         self._deadline: float | None = None
         self._limits: dict[int, float] = {}
+        """Limit of one call in the kernel, by option."""
+        self._buffer = memoryview(b"")
         self.set_deadline(None)
 
     def set_deadline(self, seconds: float | None, stall_seconds: float = math.inf) -> None:
@@ -63,16 +65,13 @@ class Connection:
 
         `stall_seconds`: time for which no byte may move. It applies only with a deadline.
         """
-        self._limits.clear()
         self._stall_seconds = stall_seconds
         if seconds is not None:
             self._deadline = time.monotonic() + seconds
             return
         self._deadline = None
-        # `settimeout` would make the socket non-blocking. Then each call would transfer only the
-        # bytes that fit the socket's buffer.
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            _limit(self.socket, option, self._idle_seconds or 0)  # 0 means no limit
+            self._limit(option, self._idle_seconds or math.inf)
 
     def send(self, pieces: Sequence[bytes | memoryview]) -> None:
         """Sends all bytes of all pieces."""
@@ -92,7 +91,7 @@ class Connection:
             self._prepare_wait(socket.SO_RCVTIMEO)
             received = self.socket.recvmsg_into(left[:_MAX_PIECES], 0, socket.MSG_WAITALL)[0]
             if not received:
-                raise ConnectionResetError("the peer has closed the connection")
+                raise ConnectionResetError(_CLOSED)
             while left and received >= left[0].nbytes:
                 received -= left.pop(0).nbytes
             if received:
@@ -103,6 +102,16 @@ class Connection:
         if nbytes:
             self.receive([memoryview(data)])
         return bytes(data)
+
+    def read_some(self, most: int) -> bytes:
+        """Returns the bytes that have arrived, at most `most`. Waits for the first of them."""
+        if len(self._buffer) < most:
+            self._buffer = memoryview(bytearray(most))
+        self._prepare_wait(socket.SO_RCVTIMEO)
+        received = self.socket.recv_into(self._buffer, most)
+        if not received:
+            raise ConnectionResetError(_CLOSED)
+        return bytes(self._buffer[:received])
 
     def peek(self, nbytes: int) -> bytes:
         """Returns the next bytes, which stay in the socket; fewer if the connection ends."""
@@ -128,7 +137,7 @@ class Connection:
         """Limits the next call to the time left, or up to 1/9 more.
 
         `option` is SO_RCVTIMEO or SO_SNDTIMEO. The kernel limits each call, and a slow peer causes
-        many calls. The limit is set again only when the time left has shrunk by a tenth, because
+        many calls. The kernel keeps a limit that fits, also from an earlier deadline, because
         setting it costs as much as a call. Raises `BlockingIOError` after the deadline. If no byte
         moves for the stall limit, the next call raises it.
         """
@@ -138,9 +147,19 @@ class Connection:
         if left < _SHORTEST_SECONDS:  # zero microseconds mean no limit
             raise BlockingIOError("the deadline has passed")
         left = min(left, self._stall_seconds)
-        if left <= 0.9 * self._limits.get(option, math.inf):
-            _limit(self.socket, option, left)
-            self._limits[option] = left
+        limit = self._limits[option]
+        if not 0.9 * limit < left <= limit:
+            self._limit(option, left * _LIMIT_MARGIN)
+
+    def _limit(self, option: int, seconds: float) -> None:
+        """Sets the time that one call may wait. Infinity means no limit.
+
+        `settimeout` would make the socket non-blocking. Then each call would transfer only the
+        bytes that fit the socket's buffer.
+        """
+        whole, rest = divmod(seconds if seconds < math.inf else 0, 1)
+        self.socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(whole), int(rest * 1e6)))
+        self._limits[option] = seconds
 
 
 class TlsConnection(Connection):
@@ -205,16 +224,26 @@ class TlsConnection(Connection):
         for view in views:
             left = view
             while left:
-                try:
-                    received: Any = self._tls.read(left.nbytes, left)  # the number of bytes
-                except ssl.SSLWantReadError:
-                    self._fill()
-                    continue
-                if not received:
-                    raise ConnectionResetError("the peer has closed the connection")
+                received = self._decrypted(left.nbytes, left)  # the number of bytes
                 left = left[received:]
                 if left and received < _SHORT_RECORD_BYTES and self._is_server:
                     self._hold_back()
+
+    def read_some(self, most: int) -> bytes:
+        data: bytes = self._decrypted(most)
+        return data
+
+    def _decrypted(self, *arguments: Any) -> Any:
+        """Calls `SSLObject.read` until a record has arrived."""
+        while True:
+            try:
+                received = self._tls.read(*arguments)
+            except ssl.SSLWantReadError:
+                self._fill()
+                continue
+            if not received:
+                raise ConnectionResetError(_CLOSED)
+            return received
 
     def _hold_back(self) -> None:
         """Waits after many short records: each takes as long as a long one, and delays others."""
@@ -235,17 +264,16 @@ class TlsConnection(Connection):
         self._prepare_wait(socket.SO_RCVTIMEO)
         received = self.socket.recv_into(self._buffer)
         if not received:
-            raise ConnectionResetError("the peer has closed the connection")
+            raise ConnectionResetError(_CLOSED)
         self._incoming.write(self._buffer[:received])
-
-
-def _limit(connection: socket.socket, option: int, seconds: float) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
 _ADDRESS_SPACE = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast("B")
 """View of all addresses. Slicing it is much faster than making a ctypes array."""
+_CLOSED = "the peer has closed the connection"
 _SHORTEST_SECONDS = 1e-5
+_LIMIT_MARGIN = 1.01
+"""Calls with equal deadlines begin to wait at slightly different times. So one limit fits them."""
 _MAX_PIECES = 512
 """Maximum number of pieces per call. The kernel accepts at most 1024 (IOV_MAX)."""
 _SHORT_RECORD_BYTES = 32

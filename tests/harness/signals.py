@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import linecache
 import os
 import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
 
 from .polling import wait_until
 
-__all__ = ["stop"]
+__all__ = ["interrupted_at", "stop"]
 
 
 def stop(pid: int, seconds: float = 60.0) -> None:
@@ -23,3 +29,32 @@ def stop(pid: int, seconds: float = 60.0) -> None:
 
 def _is_stopped(task: Path) -> bool:
     return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@contextlib.contextmanager
+def interrupted_at(line: int, *modules: ModuleType) -> Iterator[list[int]]:
+    """Raises KeyboardInterrupt at this line of the modules, counted as executed, on this thread.
+
+    Yields the numbers of the lines that were executed. Only lines with a call count, because Python
+    handles signals at calls.
+    """
+    lines: list[int] = []
+    paths = [module.__file__ for module in modules]
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+        path = frame.f_code.co_filename
+        if event == "line" and path in paths:
+            line_text = linecache.getline(path, frame.f_lineno).strip()
+            if "(" in line_text and not line_text.startswith("with "):
+                lines.append(len(lines))
+                if len(lines) > line:
+                    raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield lines
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)

@@ -60,8 +60,14 @@ STORAGE_FAULTS = (
     Fault(
         "each piece has the whole deadline",
         "cuda/host/socket_io.py",
-        "if left <= 0.9 * self._limits.get(option, math.inf):",
-        "if option not in self._limits:",
+        "if not 0.9 * limit < left <= limit:",
+        "if left > limit or limit == math.inf:",
+    ),
+    Fault(
+        "a call has the deadline of an earlier one",
+        "cuda/host/socket_io.py",
+        "if not 0.9 * limit < left <= limit:",
+        "if not 0.9 * limit < left:",
     ),
     Fault(
         "a transfer crosses a pinned chunk",

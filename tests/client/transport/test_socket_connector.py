@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import linecache
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 from harness.polling import wait_until
+from harness.signals import interrupted_at
 
 from kvtier.client.errors import NotConnected
 from kvtier.client.session.session import ClientSession
@@ -105,34 +102,6 @@ class Searches:
         self.end.wait()
 
 
-@contextlib.contextmanager
-def interrupted_at(line: int) -> Iterator[list[int]]:
-    """Raises KeyboardInterrupt at this line of the connector and of `threading`, on this thread.
-
-    Yields the numbers of the lines that were executed. Only lines with a call count, because Python
-    handles signals at calls.
-    """
-    lines: list[int] = []
-
-    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
-        path = frame.f_code.co_filename
-        is_counted = event == "line" and path in (socket_connector.__file__, threading.__file__)
-        line_text = linecache.getline(path, frame.f_lineno).strip()
-        if is_counted and "(" in line_text and not line_text.startswith("with "):
-            lines.append(len(lines))
-            if len(lines) > line:
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield lines
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(None)
-
-
 @pytest.mark.parametrize("is_running", [False, True])
 def test_an_interruption_at_any_line_leaves_one_search(*, is_running: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """KeyboardInterrupt in `Thread.is_alive` makes Python forget that a thread runs."""
@@ -143,7 +112,7 @@ def test_an_interruption_at_any_line_leaves_one_search(*, is_running: bool, monk
         monkeypatch.setattr(connector, "_find", searches)
         if is_running:
             connector.search(session)
-        with interrupted_at(line) as lines:
+        with interrupted_at(line, socket_connector, threading) as lines:
             connector.search(session)
         for _ in range(3):
             connector.search(session)

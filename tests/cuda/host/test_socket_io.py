@@ -191,6 +191,56 @@ class SlowSocket:
         return len(data)
 
 
+def test_equal_deadlines_need_one_limit_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that is too short or too long for the next deadline is replaced."""
+    slow: Any = SlowSocket(monkeypatch)
+    connection = Connection(slow, idle_seconds=120)
+    for seconds, limits in (
+        (1000, [1010]),
+        (1000, []),
+        (1000.001, []),
+        (950, []),
+        (2000, [2020]),
+        (1000, [1010]),
+        (None, [120, 120]),
+        (115, []),
+        (100, [101]),
+    ):
+        connection.set_deadline(seconds)
+        connection.send([b"abc"])
+        assert slow.limits[-len(limits) :] == limits
+        slow.limits.clear()
+
+
+def test_a_deadline_after_another_one(pair: Pair) -> None:
+    """A call waits for the time of its own deadline."""
+    ours, theirs = pair
+    for seconds in (60, 0.2, 60):
+        ours.set_deadline(seconds)
+        theirs.send([b"x"])
+        assert ours.read(1) == b"x"
+        with contextlib.ExitStack() as opened:
+            began = time.monotonic()
+            if seconds < 1:
+                opened.enter_context(pytest.raises(BlockingIOError))
+            else:
+                timer = threading.Timer(0.5, theirs.send, [[b"y"]])
+                timer.start()
+                opened.callback(timer.join)
+            assert ours.read_some(10) == b"y"
+        assert 0.1 < time.monotonic() - began < 20
+
+
+def test_bytes_are_read_as_they_arrive(pair: Pair) -> None:
+    ours, theirs = pair
+    theirs.send([b"abc"])
+    assert ours.read_some(2) == b"ab"
+    assert ours.read_some(9) == b"c"
+    theirs.close()
+    with pytest.raises(ConnectionResetError):
+        ours.read_some(1)
+
+
 def test_a_slow_peer_gets_every_byte_once_within_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call to the kernel is limited to the time that is left of the deadline."""
     slow: Any = SlowSocket(monkeypatch)
