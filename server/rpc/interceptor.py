@@ -381,9 +381,7 @@ class _Outcome:
             self._code = "CANCELLED"
         seconds = time.monotonic() - self._started
         tracing = self._interceptor.tracing
-        trace_id = (
-            None if tracing is None else tracing.call_ended(self._method, self._code, seconds, self._context)
-        )
+        trace_id = None if tracing is None else tracing.call_ended(self._method, self._code, seconds, self._context)
         self._interceptor.observe(self._method, self._code, seconds, trace_id)
         if self._interceptor.audit_log is not None:
             self._interceptor.audit_log.record_call(self._method, self._code)

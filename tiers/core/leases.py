@@ -325,10 +325,8 @@ class LeaseTable:
             if block is not None:
                 block.leases += 1
                 if block.leases == 1:
-                    size = block.queue.size_class * len(block.slots)  # its `allocated_bytes`
-                    nbytes += size
-                    if block.held:
-                        held += size
+                    nbytes += (size := block.queue.size_class * len(block.slots))  # `allocated_bytes`
+                    held += size if block.held else 0
         if nbytes:  # an entry of 0 would stay
             self.leased_bytes[tenant] += nbytes
         if held:
@@ -342,8 +340,7 @@ class LeaseTable:
             if not block.leases:
                 size = block.queue.size_class * len(block.slots)
                 nbytes += size
-                if block.held:
-                    held += size
+                held += size if block.held else 0
         if nbytes:
             count_bytes(self.leased_bytes, tenant_of(blocks[0].namespace), -nbytes)
         if held:
