@@ -178,6 +178,7 @@ class LookupRoom:
     def _drop_unplaced(self, match: LookupMatch, failed: Collection[Block], first: int | None) -> None:
         """Turns blocks without room into misses, and all blocks from the position `first` on."""
         if first is not None:
+            match.reasons |= dict.fromkeys((p for p in match.retries if p >= first), MissReason.NO_ROOM)
             match.retries = [position for position in match.retries if position < first]
             match.ready = min(match.ready, first)
         dropped: list[Block] = []

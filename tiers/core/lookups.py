@@ -10,7 +10,7 @@ from ..errors import LimitExceeded
 from ..stats.counters import HitCounters
 from ..stats.eviction_history import EvictionHistory
 from ..stats.miss_ratio_curve import MissRatioCurves
-from ..stats.request_log import LookupRecord, OutcomeRun, RequestLog, limit_runs, outcome_runs, without_hits
+from ..stats.request_log import LookupRecord, OutcomeRun, RequestLog, limit_runs, without_hits
 from ..types import EngineSession, MissReason, NamespaceSpec, Owner
 from .block import Block
 from .call_specs import LookupSpec
@@ -168,13 +168,12 @@ class LookupHandler:
         match = LookupMatch(deferred=bool(lookup.retries), counted=lookup.prefetch is None)
         if resetting:
             lookup.rest = MissReason.RESET
-            self._record(lookup, now, outcome_runs([MissReason.RESET] * len(keys)), keys[0] if keys else None)
-        else:
-            if lookup.rest is None:
-                self.check_room(lookup.session, len(lookup.keys) - start)
-                keys = self._find(lookup, keys, match)
-            runs, first_miss = self._misses.explain(lookup, keys, match)
-            self._record(lookup, now, runs, first_miss)
+        elif lookup.rest is None:
+            self.check_room(lookup.session, len(lookup.keys) - start)
+            keys = self._find(lookup, keys, match)
+        runs, first_miss = self._misses.explain(lookup, keys, match)
+        self._record(lookup, now, runs, first_miss)
+        if not resetting:
             if lookup.prefetch is None:
                 lookup.uncounted.append((keys, runs))
             if not self._residency.has_shared_tiers and not (lookup.spec.prefix and lookup.spec.min_hits):

@@ -73,37 +73,43 @@ class MissExplainer:
     def explain(
         self, lookup: RunningLookup, keys: Sequence[bytes], match: LookupMatch
     ) -> tuple[tuple[OutcomeRun, ...], bytes | None]:
-        """Returns the outcomes and the first missing key. Sets the reason behind a prefix."""
+        """Returns the outcomes and the first missing key. Sets the reason behind a prefix.
+
+        Behind the first key of a prefix that no tier has, all keys are one run with its reason.
+        """
+        examined = len(match.items)
         if match.ready == len(keys):
-            return ((OutcomeRun(len(keys), 0),) if keys else ()), None
+            return ((OutcomeRun(examined, 0),) if keys else ()), None
+        if lookup.rest is not None:
+            return (OutcomeRun(len(keys), lookup.rest),), keys[0]
         outcomes: list[LookupOutcome] = list(match.sources)
         for position in match.retries:
             outcomes[position] = None
-        retries = set(match.retries)
-        missed = [n for n, block in enumerate(match.items) if block is None and n not in retries]
-        missed += range(len(match.items), len(keys))
-        if not missed:
-            return outcome_runs(outcomes), None
-        outcomes += [None] * (len(keys) - len(outcomes))
-        default = lookup.rest or self._default_reason(lookup, keys, match, missed)
-        if lookup.spec.prefix and not (lookup.is_short and len(match.items) == len(keys)):
-            lookup.rest = default if len(match.items) < len(keys) else match.reasons[missed[0]]
-        namespace = lookup.session.namespace.id
-        known = self._history.reasons_for(namespace, (keys[n] for n in missed), default)
-        for position, why in zip(missed, known, strict=True):
-            outcomes[position] = match.reasons.get(position) or why
-        return outcome_runs(outcomes), keys[missed[0]]
+        known = match.reasons if lookup.spec.prefix else self._reasons_of_each(lookup.session, keys, match)
+        missed = [position for position in sorted(known) if position < examined]
+        for position in missed:
+            outcomes[position] = known[position]
+        runs = outcome_runs(outcomes)
+        if examined < len(keys):
+            missed.append(examined)
+            lookup.rest = known.get(examined) or self._miss_reason(lookup.session, keys[examined])
+            runs += (OutcomeRun(len(keys) - examined, lookup.rest),)
+        elif missed and lookup.spec.prefix and not lookup.is_short:
+            lookup.rest = known[missed[0]]
+        return runs, keys[missed[0]] if missed else None
 
-    def _default_reason(
-        self, lookup: RunningLookup, keys: Sequence[bytes], match: LookupMatch, missed: Sequence[int]
-    ) -> MissReason:
-        """Returns the reason for misses that neither `match` nor the eviction history explains."""
-        broken_at = len(match.items)
-        if lookup.spec.prefix and broken_at < len(keys):
-            return match.reasons.get(broken_at) or self._miss_reason(lookup.session, keys[broken_at])
-        unexplained = next((n for n in missed if n not in match.reasons), None)
-        why = None if unexplained is None else self._miss_reason(lookup.session, keys[unexplained])
-        return MissReason.FORMAT_MISMATCH if why is MissReason.FORMAT_MISMATCH else MissReason.NEVER_STORED
+    def _reasons_of_each(
+        self, session: EngineSession, keys: Sequence[bytes], match: LookupMatch
+    ) -> dict[int, MissReason]:
+        """Returns the reason of each miss, by position."""
+        skipped = {*match.retries, *match.reasons}
+        unknown = [n for n, block in enumerate(match.items) if block is None and n not in skipped]
+        if not unknown:
+            return match.reasons
+        why = self._miss_reason(session, keys[unknown[0]])
+        default = MissReason.FORMAT_MISMATCH if why is MissReason.FORMAT_MISMATCH else MissReason.NEVER_STORED
+        found = self._history.reasons_for(session.namespace.id, [keys[n] for n in unknown], default)
+        return match.reasons | dict(zip(unknown, found, strict=True))
 
     def _miss_reason(self, session: EngineSession, key: bytes) -> MissReason:
         if (known := self._history.reason_for(session.namespace.id, key)) is not None:

@@ -46,6 +46,27 @@ def test_never_stored() -> None:
     check_sum(rig)
 
 
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_keys_behind_a_miss_have_its_reason(size: int) -> None:
+    """The eviction history explains the first miss of a prefix, or each miss without a prefix."""
+    rig = Rig()
+    rig.store(keys(*range(16)))
+    rig.store(keys(100, 101))
+    names = keys(0, 50, 14, 1, 15)
+    found = {}
+    for prefix in (True, False):
+        spec = LookupSpec(prefix=prefix, request_id=f"{prefix}", lease_seconds=60)
+        run_to_end(rig.core.lookup(rig.session, names, spec, now=0, slice_keys=size))
+        [record] = rig.core.explain(f"{prefix}")
+        found[prefix] = record.lookups[-1].outcomes()
+        assert record.lookups[-1].first_miss == names[1]
+    evicted, unknown = OutcomeRun(1, MissReason.EVICTED), OutcomeRun(1, MissReason.NEVER_STORED)
+    assert found[True] == (OutcomeRun(1, 0), OutcomeRun(4, MissReason.NEVER_STORED))
+    assert found[False] == (OutcomeRun(1, 0), unknown, evicted, OutcomeRun(1, 0), evicted)
+    assert rig.core.stats().misses_by_reason == {MissReason.NEVER_STORED: 5, MissReason.EVICTED: 2}
+    check_sum(rig)
+
+
 def test_evicted() -> None:
     """The reason also holds for a block that is evicted behind a hit."""
     rig = Rig()
