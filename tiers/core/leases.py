@@ -325,7 +325,7 @@ class LeaseTable:
             if block is not None:
                 block.leases += 1
                 if block.leases == 1:
-                    nbytes += (size := block.queue.size_class * len(block.slots))  # `allocated_bytes`
+                    nbytes += (size := block.queue.size_class * len(block.slots))  # its bytes
                     held += size if block.held else 0
         if nbytes:  # an entry of 0 would stay
             self.leased_bytes[tenant] += nbytes

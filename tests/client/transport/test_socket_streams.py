@@ -160,7 +160,7 @@ def test_an_interrupt_also_cancels_the_stream_of_a_retry(request: pytest.Fixture
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_an_interrupt_at_the_start_of_the_thread_of_a_stream(monkeypatch: pytest.MonkeyPatch, runs: bool) -> None:
+def test_an_interrupt_at_the_start_of_the_thread_of_a_stream(monkeypatch: pytest.MonkeyPatch, *, runs: bool) -> None:
     """A signal handler can run right before or after the call that starts the thread.
 
     The stream that runs is cancelled, and has ended when the interrupt is raised. Without a stream
