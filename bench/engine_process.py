@@ -80,7 +80,10 @@ class MinimalEngine:
         answer = self._socket.recv(1 << 20)
         length = HEAD.unpack_from(answer)[0] + HEAD.size
         while len(answer) < length:
-            answer += self._socket.recv(1 << 20)
+            more = self._socket.recv(1 << 20)
+            if not more:
+                raise ConnectionError("the minimal server has ended")
+            answer += more
         return answer[HEAD.size :]
 
     def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> object:
@@ -99,8 +102,9 @@ class MinimalEngine:
 
     def look_up(self, keys: Sequence[bytes]) -> int:
         answer = self.call(Kind.LOOKUP, b"".join(keys))
-        self.call(Kind.RELEASE, answer[:8])
-        return len(answer) // 8 - 1
+        if hits := len(answer) // 8 - 1:
+            self.call(Kind.RELEASE, answer[:8])
+        return hits
 
     def reset(self) -> object:
         """Does nothing: this server evicts the oldest blocks."""

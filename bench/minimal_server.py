@@ -113,7 +113,7 @@ class MinimalServer(asyncio.Protocol):
         self._runs.update((keys[at : at + KEY_BYTES], (run, at)) for at in range(0, len(keys), KEY_BYTES))
 
     def _look_up(self, keys: bytes) -> bytes:
-        """Pins the leading hits; answers the id of their lease and their offsets."""
+        """Pins the leading hits; answers the id of their lease, 0 without hits, and their offsets."""
         at, found, pinned = 0, array("Q"), []
         while at < len(keys):
             place = self._runs.get(keys[at : at + KEY_BYTES])
@@ -127,7 +127,7 @@ class MinimalServer(asyncio.Protocol):
             run.pins += 1
             pinned.append(run)
             at += length
-        return self._opened(pinned) + found.tobytes()
+        return (self._opened(pinned) if pinned else _ID.pack(0)) + found.tobytes()
 
 
 def main() -> None:

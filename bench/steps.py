@@ -165,9 +165,11 @@ def _steps_of(server: LocalServer, act: Callable[[], object]) -> Figures:
     with _without_gc():
         server.run(lambda: sys.setprofile(of_server))
         sys.setprofile(of_client)
-        act()
-        sys.setprofile(None)
-        server.run(lambda: sys.setprofile(None))
+        try:
+            act()
+        finally:
+            sys.setprofile(None)
+            server.run(lambda: sys.setprofile(None))
     trips = {"round trips": of_client.sockets["sendmsg"]}
     return trips | of_client.figures("client") | of_server.figures("server")
 

@@ -145,20 +145,17 @@ class SocketPool(ForkGuarded):
 
     def take(self, seconds: float) -> Connection:
         """Returns a connection; the caller returns it with `put`. Raises what `connect` raises."""
-        return self._take_idle() or self._connect(min(seconds, _CONNECT_SECONDS))
-
-    def _take_idle(self, *, probe: bool = True) -> Connection | None:
-        """Returns an idle connection. With `probe`, none that the server has closed."""
         while True:
             with self._lock:
                 if self._closed:
                     raise SessionLost("the session has ended")
-                if not self._idle:
-                    return None
-                connection = self._idle.pop()
-                self._busy.add(connection)
+                connection = self._idle.pop() if self._idle else None
+                if connection is not None:
+                    self._busy.add(connection)
+            if connection is None:
+                return self._connect(min(seconds, _CONNECT_SECONDS))
             # An idle connection is readable only if the server has closed it.
-            if not (probe and connection.is_readable()):
+            if not connection.is_readable():
                 return connection
             self.put(connection, intact=False)
 
@@ -248,37 +245,29 @@ class SocketCalls(SocketPool):
 
         Raises `KVTierError` if the call was refused or failed, or got no response in time.
         """
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                # A send on a Unix socket fails if the server has closed the connection.
-                connection = self._take_idle(probe=not isinstance(self.target.address, str))
-                is_new = connection is None
-                connection = connection or self._connect(min(timeout, _CONNECT_SECONDS))
-            except (OSError, ValueError, KVTierError) as error:
-                if isinstance(error, TimeoutError | BlockingIOError) and timeout <= _CONNECT_SECONDS:
-                    raise DeadlineExceeded(f"{name}: no answer within {timeout:g} s") from None
-                if self._closed:  # None would make the caller use gRPC
-                    raise SessionLost("the session has ended") from None
-                self.refusal = str(error) or type(error).__name__
-                return None
-            is_sent = intact = False
-            try:
-                connection.set_deadline(deadline - time.monotonic())
-                number = next_call_number()
-                connection.send([pack_call(number, name.encode(), message)])
-                is_sent = True
-                body = read_answer(connection, number)
-                intact = True
-            except BlockingIOError:
+        try:
+            connection = self.take(timeout)
+        except (OSError, ValueError, KVTierError) as error:
+            if isinstance(error, TimeoutError | BlockingIOError) and timeout <= _CONNECT_SECONDS:
                 raise DeadlineExceeded(f"{name}: no answer within {timeout:g} s") from None
-            except OSError as error:  # such as the end of the session, or an answer to another call
-                if is_sent or is_new or not isinstance(error, ConnectionError):
-                    raise SessionLost(f"{name}: {error}") from None
-                continue  # the server has closed the connection, and executes no incomplete call
-            finally:
-                self.put(connection, intact=intact)
-            return message_of(body)
+            if self._closed:  # None would make the caller use gRPC
+                raise SessionLost("the session has ended") from None
+            self.refusal = str(error) or type(error).__name__
+            return None
+        intact = False
+        try:
+            connection.set_deadline(timeout)
+            number = next_call_number()
+            connection.send([pack_call(number, name.encode(), message)])
+            body = read_answer(connection, number)
+            intact = True
+        except BlockingIOError:
+            raise DeadlineExceeded(f"{name}: no answer within {timeout:g} s") from None
+        except OSError as error:  # such as the end of the session, or an answer to another call
+            raise SessionLost(f"{name}: {error}") from None
+        finally:
+            self.put(connection, intact=intact)
+        return message_of(body)
 
     def close(self) -> None:
         """Closes all connections; calls in progress end with `SessionLost`."""

@@ -338,24 +338,6 @@ CLIENT_FAULTS = (
         "",
     ),
     Fault(
-        "a call that may have been executed is repeated",
-        "client/session/socket_calls.py",
-        "if is_sent or is_new or not isinstance(error, ConnectionError):",
-        "if is_new or not isinstance(error, ConnectionError):",
-    ),
-    Fault(
-        "an error of a signal handler after the send of a call repeats it",
-        "client/session/socket_calls.py",
-        "if is_sent or is_new or not isinstance(error, ConnectionError):",
-        "if is_sent or is_new:",
-    ),
-    Fault(
-        "a call is made on a TCP connection that the server has closed",
-        "client/session/socket_calls.py",
-        "probe=not isinstance(self.target.address, str)",
-        "probe=False",
-    ),
-    Fault(
         "bytes after an answer are read as another answer",
         "client/session/socket_calls.py",
         "        connection.shutdown()\n    if len(body) == length:",
