@@ -113,7 +113,7 @@ class MinimalServer(asyncio.Protocol):
         self._runs.update((keys[at : at + KEY_BYTES], (run, at)) for at in range(0, len(keys), KEY_BYTES))
 
     def _look_up(self, keys: bytes) -> bytes:
-        """Pins the leading hits; answers the id of their lease, 0 without hits, and their offsets."""
+        """Pins the leading hits; answers the id of their lease (0 without hits) and the offsets."""
         at, found, pinned = 0, array("Q"), []
         while at < len(keys):
             place = self._runs.get(keys[at : at + KEY_BYTES])

@@ -185,7 +185,7 @@ class RunningLookup:
         counted: number of leading keys that were examined for `min_hits` before the first slice.
         is_short: whether there are fewer leading hits than `min_hits`. Then no key is a hit.
         lease: the lease on the hits so far; None if there are none.
-        rest: default reason of the further misses, if no further key can be a hit.
+        rest: reason of the misses in further slices, if no further key can be a hit.
         record: the lookup in the request log.
         prefetch: progress, if the lookup is a prefetch, which has no lease.
         conversation: records the looked-up keys; None without a conversation.

@@ -12,7 +12,8 @@ from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import Change, LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.errors import InvalidItem
 from kvtier.tiers.secondary_tier import Medium, NamespaceId, Outcome, TierFilter
-from kvtier.tiers.types import KeyStatus
+from kvtier.tiers.stats.request_log import OutcomeRun
+from kvtier.tiers.types import KeyStatus, MissReason
 
 RETRY = bytes([KeyStatus.RETRY])
 
@@ -61,6 +62,24 @@ def test_an_unanswered_query_is_retry() -> None:
     [load] = [command for command in rig.core.take_commands() if isinstance(command, LoadFromTier)]
     rig.core.job_finished(load.job_id, [Outcome.DONE])
     assert found.statuses() == HIT
+
+
+def test_a_query_behind_a_block_without_room_is_a_miss() -> None:
+    """Hits and misses by reason add up to the keys."""
+    rig = Rig(ModelTier("near", 1 << 20), Shared("far", 1 << 20))
+    rig.store_in_all_tiers(keys(0))
+    full = keys(*range(100, 116))
+    rig.store_in_all_tiers(full)
+    run_to_end(rig.core.lookup(rig.session, full, LookupSpec(prefix=False, lease_seconds=60), now=0))
+    before = rig.core.stats()
+    spec = LookupSpec(lease_seconds=60, request_id="r")
+    found = run_to_end(rig.core.lookup(rig.session, keys(100, 0, 1), spec, now=0))
+    assert found.statuses() == HIT + 2 * MISS
+    [record] = rig.core.explain("r")
+    assert record.lookups[-1].outcomes() == (OutcomeRun(1, 0), OutcomeRun(2, MissReason.NO_ROOM))
+    after = rig.core.stats()
+    assert after.lookup_misses - before.lookup_misses == 2
+    assert sum(tier.hits for tier in after.tiers) - sum(tier.hits for tier in before.tiers) == 1
 
 
 def test_a_negative_answer_is_a_miss() -> None:

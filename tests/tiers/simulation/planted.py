@@ -845,6 +845,13 @@ MUTANTS = (
         "        self.leased_bytes[tenant] += nbytes\n",
     ),
     Mutant(
+        "outstanding queries behind a block without room count as hits",
+        Invariant.COUNTS,
+        "core/lookup_room.py",
+        "            match.reasons |= dict.fromkeys((p for p in match.retries if p >= first), MissReason.NO_ROOM)\n",
+        "",
+    ),
+    Mutant(
         "a retiring extent gives slots",
         Invariant.RETIRING,
         "core/slot_allocator.py",
