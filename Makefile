@@ -167,7 +167,7 @@ trace:
 
 ##@ Change the code
 
-verify: $(VENV)/.stamp $(PROTOC)/.stamp  ## Check style, types and the wire contract; changes no file
+verify: $(VENV)/.stamp $(PROTOC)/.stamp  ## Check style, types, the wire contract and the steps per call; changes no file
 	$(MAKE) --no-print-directory --keep-going verify-style verify-language verify-tree verify-faults verify-steps verify-generated verify-types verify-protos
 
 verify-style: $(VENV)/.stamp
@@ -184,7 +184,7 @@ verify-tree: $(VENV)/.stamp
 verify-faults: $(VENV)/.stamp
 	$(VENV)/bin/python -m pytest -q -p no:cacheprovider tests/test_architecture.py tests/test_mutation.py tests/tiers/test_simulation_mutants.py -k 'architecture or can_be_planted or can_still_be_planted'
 
-# Counts, not times: a busy machine gives the same figures.
+# Counts, not times: a busy machine changes them by a few percent only.
 verify-steps: $(VENV)/.stamp
 	$(VENV)/bin/python -m bench.steps --check
 

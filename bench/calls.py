@@ -50,6 +50,7 @@ class EngineProcess:
     """An engine process of a tree."""
 
     def __init__(self, kind: str, endpoint: str, block_bytes: int, tree: Path = ROOT) -> None:
+        self._arguments = kind, endpoint, block_bytes, tree
         command = [sys.executable, "-m", "bench.engine_process", kind, endpoint, str(block_bytes)]
         environment = os.environ | {"PYTHONPATH": str(tree / "src")}
         self._process = subprocess.Popen(
@@ -64,8 +65,11 @@ class EngineProcess:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the engine process has ended: {action} of {count} keys")
-        seconds: float = json.loads(line)[0]
-        return seconds
+        return float(line)
+
+    def second(self) -> EngineProcess:
+        """Starts another process with a session of its own at the same server."""
+        return EngineProcess(*self._arguments)
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +98,7 @@ def measure_calls(report: Report, directory: Path) -> None:
 
 @contextlib.contextmanager
 def _arms(directory: Path, block_bytes: int) -> Iterator[dict[str, EngineProcess]]:
-    """Starts a server and an engine process per arm. Arms in `_ACTIVE` have a second session."""
+    """Starts a server and an engine process per arm."""
     trees = {"kvtier": ROOT}
     if other := os.environ.get(BESIDE):
         trees["kvtier, other tree"] = Path(other)
@@ -106,17 +110,13 @@ def _arms(directory: Path, block_bytes: int) -> Iterator[dict[str, EngineProcess
             service = stack.enter_context(Service(folder, REGION_BYTES, eviction=None, tree=tree))
             service.start()
             arms[name] = stack.enter_context(EngineProcess("kvtier", service.unix, block_bytes, tree))
-            _ACTIVE[arms[name]] = service, tree
         arms[MINIMAL] = stack.enter_context(EngineProcess("minimal", "minimal", block_bytes))
         yield arms
 
 
-_ACTIVE: dict[EngineProcess, tuple[Service, Path]] = {}
-
-
 @contextlib.contextmanager
 def _active_sessions(arms: Mapping[str, EngineProcess]) -> Iterator[None]:
-    """Lets a second session look up 64 keys every 5 ms at each server."""
+    """Lets a second session look up 64 keys every 5 ms at each server but the minimal one."""
     ended = threading.Event()
 
     def look_up(engine: EngineProcess) -> None:
@@ -124,12 +124,8 @@ def _active_sessions(arms: Mapping[str, EngineProcess]) -> Iterator[None]:
             engine.call("hits", 0, BATCH)
 
     with contextlib.ExitStack() as stack:
-        threads = []
-        for arm in arms.values():
-            if arm in _ACTIVE:
-                service, tree = _ACTIVE[arm]
-                engine = stack.enter_context(EngineProcess("kvtier", service.unix, SMALL_BYTES, tree))
-                threads.append(threading.Thread(target=look_up, args=(engine,)))
+        engines = [stack.enter_context(arms[name].second()) for name in _measured(arms)]
+        threads = [threading.Thread(target=look_up, args=(engine,)) for engine in engines]
         for thread in threads:
             thread.start()
         try:

@@ -4,30 +4,28 @@
 
 KIND is `kvtier`, or `minimal` for a `bench.minimal_server` of its own. A line is a JSON list of an
 action, the number of the first key and the number of keys. The answer is a line with the seconds
-of the call and of its processor time in this process. Each tree has its own processes, so that
-one run can compare two trees: the package `kvtier` is that of PYTHONPATH.
+of the call. Each tree has its own processes, so that one run can compare two trees: the package
+`kvtier` is that of PYTHONPATH.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 import subprocess
 import sys
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvtier.client import Client, Group, Namespace, make_key
+from kvtier.client import StoreStatus
 from kvtier.cuda.host.copy import addresses_of, copy_batch
 from kvtier.cuda.host.region import HostRegion
 
+from .measure import timed
 from .minimal_server import HEAD, Kind
 from .pool import BATCH, copy_blocks, page_aligned
-
-__all__ = ["MINIMAL_BYTES"]
+from .workload import connect, keys_of
 
 MINIMAL_BYTES = 512 << 20
 """Region of the minimal server."""
@@ -35,7 +33,7 @@ _POOL_BYTES = 512 << 20
 
 
 class Engine(Protocol):
-    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> object: ...
+    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int: ...
     def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int: ...
     def look_up(self, keys: Sequence[bytes]) -> int: ...
     def reset(self) -> object: ...
@@ -43,13 +41,10 @@ class Engine(Protocol):
 
 class KvtierEngine:
     def __init__(self, endpoint: str, block_bytes: int) -> None:
-        group = Group(name="full", block_tokens=16, part_bytes=block_bytes)
-        space = Namespace(model="calls", dtype="uint8", layout="bytes", hash_scheme="sha256", groups=(group,))
-        self._client = Client(endpoint, namespace=space, transport="shm", name="bench", rank=0)
-        self._client.wait_until_connected(10.0)
+        self._client = connect(endpoint, "shm", block_bytes)
 
-    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> object:
-        return self._client.store(keys, buffers)
+    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        return self._client.store(keys, buffers).count(StoreStatus.GRANTED)
 
     def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         return self._client.load(keys, buffers)
@@ -86,11 +81,13 @@ class MinimalEngine:
             answer += more
         return answer[HEAD.size :]
 
-    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> object:
+    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         sources, sizes = addresses_of(buffers)
         answer = self.call(Kind.PREPARE_STORE, b"".join(keys))
-        copy_batch(self._places(answer), sources, sizes)
-        return self.call(Kind.COMPLETE_STORE, answer[:8])
+        places = self._places(answer)
+        copy_batch(places, sources, sizes)
+        self.call(Kind.COMPLETE_STORE, answer[:8])
+        return len(places)
 
     def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         targets, sizes = addresses_of(buffers, writable=True)
@@ -110,7 +107,7 @@ class MinimalEngine:
         """Does nothing: this server evicts the oldest blocks."""
 
     def echo(self, keys: Sequence[bytes]) -> int:
-        """A call with the bytes of a lookup, answered with the bytes of its answer."""
+        """A call with the bytes of a lookup, answered with the same bytes."""
         self.call(Kind.ECHO, b"".join(keys))
         return len(keys)
 
@@ -143,7 +140,7 @@ class Actions:
             return lambda: copy_blocks(to, start)
         if action == "store":
             buffers = (self._batch() * (len(keys) // BATCH + 1))[: len(keys)]
-            return lambda: engine.store(keys, buffers)
+            return lambda: _check(engine.store(keys, buffers), len(keys))
         if action == "load":
             buffers = self._batch(1)
             return lambda: _check(engine.load(keys, buffers), len(keys))
@@ -155,12 +152,7 @@ class Actions:
 
 def _check(found: int, expected: int) -> None:
     if found != expected:
-        raise RuntimeError(f"{found} blocks were found instead of {expected}")
-
-
-def keys_of(series: str, first: int, count: int) -> list[bytes]:
-    numbers = range(first, first + count)
-    return [make_key(hashlib.sha256(f"{series} {number}".encode()).digest(), 0) for number in numbers]
+        raise RuntimeError(f"{found} blocks instead of {expected}")
 
 
 def main() -> None:
@@ -170,10 +162,7 @@ def main() -> None:
     for line in sys.stdin:
         action, first, count = json.loads(line)
         call = actions.prepared(action, keys_of("unknown" if action == "misses" else endpoint, first, count))
-        processor, started = time.thread_time(), time.perf_counter()
-        call()
-        seconds = time.perf_counter() - started
-        print(json.dumps([seconds, time.thread_time() - processor]), flush=True)
+        print(timed(call), flush=True)
 
 
 if __name__ == "__main__":

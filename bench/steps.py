@@ -3,8 +3,9 @@
     python -m bench.steps [--check | --write]
 
 A client and a server run in one process, with the server's default settings, and talk over a Unix
-socket. Nothing is timed, so a busy machine gives the same figures. `--check` compares them with
-`bench/results/steps.json` and exits with 1 if a figure has grown; `--write` replaces that file.
+socket. Nothing is timed: a busy machine changes the server's figures by a few percent only.
+`--check` compares them with `bench/results/steps.json` and exits with 1 if a figure has grown;
+`--write` replaces that file.
 """
 
 from __future__ import annotations

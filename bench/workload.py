@@ -9,7 +9,7 @@ from kvtier.client import Client, Credentials, Group, Namespace, make_key
 
 from .pool import BATCH
 
-__all__ = ["SIZES", "Keys", "batch_name", "connect"]
+__all__ = ["SIZES", "Keys", "batch_name", "connect", "keys_of"]
 
 SIZES = (64 << 10, 256 << 10, 2 << 20)
 """Sizes of blocks in bytes."""
@@ -23,9 +23,14 @@ class Keys:
         self._count = 0
 
     def take(self, count: int) -> list[bytes]:
-        numbers = range(self._count, self._count + count)
+        first = self._count
         self._count += count
-        return [make_key(hashlib.sha256(f"{self._series} {number}".encode()).digest(), 0) for number in numbers]
+        return keys_of(self._series, first, count)
+
+
+def keys_of(series: str, first: int, count: int) -> list[bytes]:
+    numbers = range(first, first + count)
+    return [make_key(hashlib.sha256(f"{series} {number}".encode()).digest(), 0) for number in numbers]
 
 
 def connect(

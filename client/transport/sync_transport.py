@@ -220,10 +220,10 @@ def _run_apart(work: Callable[[], Any], on_interrupt: Callable[[], object] | Non
         return work()
     outcome: list[tuple[Any, BaseException | None]] = []
     done: SimpleQueue[None] = SimpleQueue()
-    starts = [None]  # the thread works if it takes this item, and not if the caller has taken it
+    begun = _thread.allocate_lock()  # the thread works if it gets the lock before the caller
 
     def run() -> None:
-        if not _took(starts):
+        if not begun.acquire(blocking=False):
             return
         try:
             outcome.append((work(), None))
@@ -237,7 +237,7 @@ def _run_apart(work: Callable[[], Any], on_interrupt: Callable[[], object] | Non
         done.get()
     except BaseException:
         # The interrupt can come before the work begins, and after it has ended.
-        if not _took(starts) and on_interrupt is not None and not outcome:
+        if not begun.acquire(blocking=False) and on_interrupt is not None and not outcome:
             on_interrupt()
             done.get()
         raise
@@ -245,12 +245,3 @@ def _run_apart(work: Callable[[], Any], on_interrupt: Callable[[], object] | Non
     if error is not None:
         raise error
     return answer
-
-
-def _took(items: list[None]) -> bool:
-    """Takes an item, if there is one. Of two threads, one gets the last item."""
-    try:
-        items.pop()
-    except IndexError:
-        return False
-    return True
