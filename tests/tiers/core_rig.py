@@ -40,8 +40,9 @@ class Rig:
         queue: int | None = None,
         eviction: dict[str, str] | None = None,
         extent_bytes: int = EXTENT,
+        settings: TierSettings | None = None,
     ) -> None:
-        settings = TierSettings(eviction=eviction or {})
+        settings = settings or TierSettings(eviction=eviction or {})
         region = extents * extent_bytes
         self.core = TierManager(region, extent_bytes, tiers, max_queued_bytes=queue, settings=settings)
         self.core.add_memory(0, region)

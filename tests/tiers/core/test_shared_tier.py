@@ -10,6 +10,7 @@ from simulation import ModelTier
 from kvtier.tiers.core import presence_cache
 from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import Change, LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
+from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.errors import InvalidItem
 from kvtier.tiers.secondary_tier import Medium, NamespaceId, Outcome, TierFilter
 from kvtier.tiers.stats.request_log import OutcomeRun
@@ -80,6 +81,23 @@ def test_a_query_behind_a_block_without_room_is_a_miss() -> None:
     after = rig.core.stats()
     assert after.lookup_misses - before.lookup_misses == 2
     assert sum(tier.hits for tier in after.tiers) - sum(tier.hits for tier in before.tiers) == 1
+
+
+def test_a_query_before_a_block_over_the_budget_stays_unanswered() -> None:
+    """Only the queries behind the first block without room become misses."""
+    rig = Rig(Shared("far", 1 << 20), settings=TierSettings(leased_part=0.25))
+    rig.store(keys(0, 1, 2, 3))
+    rig.store(keys(4))
+    held = run_to_end(rig.core.lookup(rig.session, keys(0, 1, 2, 3), LookupSpec(lease_seconds=60), now=0))
+    spec = LookupSpec(lease_seconds=60, request_id="r")
+    found = run_to_end(rig.core.lookup(rig.session, keys(0, 50, 4, 51), spec, now=0))
+    assert (held.statuses(), found.statuses()) == (HIT * 4, HIT + RETRY + MISS * 2)
+    [record] = rig.core.explain("r")
+    assert record.lookups[-1].outcomes() == (
+        OutcomeRun(1, 0),
+        OutcomeRun(1, None),
+        OutcomeRun(2, MissReason.NO_ROOM),
+    )
 
 
 def test_a_negative_answer_is_a_miss() -> None:
