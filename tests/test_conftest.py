@@ -1,10 +1,13 @@
-"""The shared fixtures can fail."""
+"""Shared fixtures and helpers find what they look for, and nothing else."""
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 
 import pytest
+from harness.signals import interrupted_at
 
 pytest_plugins = ["pytester"]
 
@@ -36,3 +39,30 @@ def test_leaks_are_found(
     pytester.makeconftest((tests / "conftest.py").read_text())
     pytester.makepyfile(PLANTED)
     pytester.runpytest_subprocess("-p", "no:asyncio").assert_outcomes(passed=3, errors=2)
+
+
+class Finalized:
+    """A cycle that the garbage collector ends, as a stream of gRPC that an earlier test left behind."""
+
+    def __init__(self) -> None:
+        self.cycle = self
+        self.lock = threading.Condition()
+
+    def __del__(self) -> None:
+        with self.lock:
+            self.lock.notify_all()
+
+
+def test_an_interrupt_does_not_reach_finalizers_of_garbage() -> None:
+    """The traced lines are those of the block, whichever allocation would start the collector."""
+    thresholds = gc.get_threshold()
+    try:
+        with interrupted_at(1000, threading) as lines:
+            Finalized()
+            gc.set_threshold(1)
+            own = len(lines)
+            assert [Finalized() for _ in range(3)]
+            assert len(lines) == 4 * own
+    finally:
+        gc.set_threshold(*thresholds)
+    assert own > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import linecache
 import os
 import signal
@@ -36,7 +37,8 @@ def interrupted_at(line: int, *modules: ModuleType) -> Iterator[list[int]]:
     """Raises KeyboardInterrupt at this line of the modules, counted as executed, on this thread.
 
     Yields the numbers of the lines that were executed. Only lines with a call count, because Python
-    handles signals at calls.
+    handles signals at calls. The garbage of earlier tests is not collected, because its finalizers may
+    execute these lines as well.
     """
     lines: list[int] = []
     paths = [module.__file__ for module in modules]
@@ -51,6 +53,7 @@ def interrupted_at(line: int, *modules: ModuleType) -> Iterator[list[int]]:
                     raise KeyboardInterrupt
         return trace
 
+    gc.disable()
     sys.settrace(trace)
     try:
         yield lines
@@ -58,3 +61,4 @@ def interrupted_at(line: int, *modules: ModuleType) -> Iterator[list[int]]:
         pass
     finally:
         sys.settrace(None)
+        gc.enable()
