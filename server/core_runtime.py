@@ -144,8 +144,8 @@ class TierRuntime:
                 worker.remove(worker.tier.invalid_entries)
         self.run_commands()
 
-    def now(self) -> float:
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
+    """Returns the time on the clock of the core, in seconds."""
 
     def run_commands(self) -> None:
         """Executes the commands that the core has queued. Call it after each call of the core."""
@@ -155,7 +155,8 @@ class TierRuntime:
                 for command in commands:
                     self._execute(command, woken)
         finally:
-            self._wake_some(woken)
+            if woken:
+                self._wake_some(woken)
 
     def get_finished_jobs(self) -> None:
         """Passes the results of ended jobs to the core, which then unpins their blocks.

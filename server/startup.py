@@ -24,6 +24,7 @@ from ..cuda.host.numa import choose_nodes, memory_nodes, read_placement
 from ..cuda.host.region import PAGE_BYTES, HostRegion, RegionError
 from ..protos.endpoint import Endpoint, default_endpoint, parse_endpoint
 from ..protos.peer_directory import PeerDirectory
+from ..protos.wire.request_bounds import RequestBounds
 from ..protos.v1 import (
     admin_pb2_grpc,
     cache_pb2_grpc,
@@ -49,6 +50,7 @@ from .events.reader_sockets import PublisherError
 from .peers.peer_tier import PeerTier
 from .peers.sources import PeerSources, peer_credentials
 from .rpc.attach_socket import SUFFIX, AttachServer
+from .rpc.call_rules import CallRules
 from .rpc.grpc_batches import free_all_batches
 from .rpc.interceptor import RefusalInterceptor
 from .rpc.listening_sockets import SocketClaim, SocketError, port_error
@@ -263,17 +265,16 @@ def open_listeners(
     max_message_bytes = backend.config.limits.max_message_bytes + _MESSAGE_OVERHEAD_BYTES
     turns = SliceScheduler(backend.sessions)
     backend.sessions.on_close.append(turns.forget)
-    interceptor = RefusalInterceptor(
+    rules = CallRules(
         metrics.observe_rpc,
         metrics.refused,
         tracing,
         authorize=access.authorize,
         audit_log=access.audit_log,
-        bounds=RefusingBounds(backend.config.limits),
-        turns=turns,
+        bounds=RequestBounds(backend.config.limits),
         check_rate=backend.sessions.check_rate,
     )
-    socket_calls = SocketCallServer(interceptor, max_message_bytes, turns)
+    socket_calls = SocketCallServer(rules, max_message_bytes, turns)
     attach_path = sockets[0].path.with_name(sockets[0].path.name + SUFFIX)
     remedy = "raise the number of open files; docs/running.md#downgrades"
     report = backend.runtime.downgrades.reporter("limits", remedy, subject="accept")
@@ -289,6 +290,7 @@ def open_listeners(
         ("grpc.max_allowed_incoming_connections", max_grpc_connections(len(backend.config.endpoints))),
         *_GRPC_OPTIONS,
     ]
+    interceptor = RefusalInterceptor(rules, turns)
     return Listeners(grpc.aio.server(interceptors=[interceptor], options=options), socket_calls, attach, turns)
 
 

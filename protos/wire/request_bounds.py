@@ -12,11 +12,12 @@ and a request has at most 8,192 fields. A list of keys or numbers is one field.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
@@ -33,8 +34,6 @@ from ..v1 import (
 )
 
 __all__ = ["Bound", "Limits", "OutOfBounds", "RequestBounds", "bound_of", "field_name"]
-
-T = TypeVar("T")
 
 _PACKAGE = "kvtier.v1."
 _SERVICES = [
@@ -151,26 +150,23 @@ class RequestBounds:
     def check(self, method: str, message: bytes) -> None:
         """Checks a request of a method (Service/Method). Raises `OutOfBounds`."""
         shape = self._shapes.get(method)
-        refusal = self.size_refusal(method, len(message))
+        if shape is None or len(message) > shape.max_bytes:
+            self._check_large(method, message)
+            return
+        try:
+            shape.check(message, 0, len(message), _MAX_FIELDS)
+        except IndexError:
+            raise _malformed() from None
+
+    def _check_large(self, method: str, message: bytes) -> None:
+        """Refuses a request with too many bytes; names the field if it is among the first."""
+        shape, refusal = self._shapes.get(method), self.size_refusal(method, len(message))
+        if refusal is None:
+            return
         if shape is not None:
-            try:
-                shape.check(message, 0, len(message), _MAX_FIELDS if refusal is None else _FIELDS_OF_LARGE)
-            except IndexError:
-                raise refusal or _malformed() from None
-            except _TooManyFields as error:
-                raise refusal or error from None
-        if refusal is not None:
-            raise refusal
-
-    def checking(self, method: str, parse: Callable[[bytes], T]) -> Callable[[bytes], T]:
-        """Returns a parser that checks a request before it parses. `method`: name as in gRPC."""
-        name = method.removeprefix(f"/{_PACKAGE}")
-
-        def check_and_parse(message: bytes) -> T:
-            self.check(name, message)
-            return parse(message)
-
-        return check_and_parse
+            with contextlib.suppress(IndexError, _TooManyFields):
+                shape.check(message, 0, len(message), _FIELDS_OF_LARGE)
+        raise refusal
 
 
 class _Field:
@@ -202,15 +198,8 @@ class _Field:
             room = Counter({self.reason: _HEAD_BYTES + each})
         return Counter({reason: self.most * nbytes for reason, nbytes in room.items()})
 
-    def check(self, message: bytes, begin: int, end: int, left: int) -> tuple[int, int]:
-        """Checks an element or a packed list. Returns how many elements it has, and `left`."""
-        if self.each is not None and end - begin > self.each:
-            self._check_size(message, begin, end)
-        if self.shape is not None:
-            return 1, self.shape.check(message, begin, end, left)
-        return self._count(message, begin, end) if self.is_number else 1, left
-
-    def _check_size(self, message: bytes, begin: int, end: int) -> None:
+    def check_size(self, message: bytes, begin: int, end: int) -> None:
+        """Refuses an element of more than `each` bytes, unless it is a text of fewer characters."""
         if not self.is_text:
             raise OutOfBounds(self.reason, f"{self.name}: {end - begin} bytes; the limit is {self.each}")
         most = self.each or 0
@@ -218,7 +207,7 @@ class _Field:
         if end - begin > _CHARACTER_BYTES * most or len(message[begin:end].translate(None, _CONTINUATION)) > most:
             raise OutOfBounds(self.reason, f"{self.name}: more than {most} characters")
 
-    def _count(self, message: bytes, begin: int, end: int) -> int:
+    def count(self, message: bytes, begin: int, end: int) -> int:
         """Returns how many numbers a packed list has."""
         if self.is_fixed_number:
             return -(-(end - begin) // 4)
@@ -261,7 +250,14 @@ class _Shape:
                 if pos > end:
                     break
                 if field is not None:
-                    count, left = field.check(message, begin, pos, left)
+                    if field.each is not None and length > field.each:
+                        field.check_size(message, begin, pos)
+                    if field.shape is not None:
+                        left = field.shape.check(message, begin, pos, left)
+                    elif field.is_number:
+                        count = field.count(message, begin, pos)
+            elif kind == _VARINT and message[pos] < 128:
+                pos += 1
             else:
                 pos = _skip_number(kind, message, pos)
             if field is not None:
@@ -321,8 +317,6 @@ def _varint(message: bytes, pos: int, most: int = 5) -> tuple[int, int]:
 def _skip_number(kind: int, message: bytes, pos: int) -> int:
     """Returns the position behind a number. Refuses other kinds, which no encoder writes."""
     if kind == _VARINT:
-        if message[pos] < 128:
-            return pos + 1
         return _varint(message, pos, _VARINT_BYTES)[1]
     if kind not in _FIXED_BYTES:
         raise _malformed()

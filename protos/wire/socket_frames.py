@@ -201,8 +201,8 @@ def unpack_call_head(head: bytes | bytearray, last_call: int) -> tuple[int, int]
     `last_call`: number of the last call of the connection, or of its hello. Raises ValueError for
     another frame, and `CrossedFrameError` if the process that used `last_call` did not send it.
     """
-    length, kind, number = unpack_head(head)
-    if kind is not FrameKind.CALL:
+    length, kind, number = _HEAD.unpack_from(head)
+    if kind != FrameKind.CALL:
         raise ValueError("not a call")
     if not 0 < (number - last_call) % _NUMBERS < _MAX_STEP:
         raise CrossedFrameError(f"call {number:x} cannot follow call {last_call:x} of the same process")

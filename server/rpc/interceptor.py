@@ -1,4 +1,4 @@
-"""gRPC interceptor of every call: authorization, error statuses, metrics, audit and traces."""
+"""gRPC interceptor of every call: applies the rules of calls, the limits of gRPC, and turns."""
 
 from __future__ import annotations
 
@@ -10,33 +10,23 @@ from typing import Any, Self
 from urllib.parse import unquote
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from ...protos.endpoint import network_of
-from ...protos.error_reasons import STATUS_OF, error_details
-from ...tiers.errors import CoreError
-from ..auth.audit_log import AuditLog
+from ...protos.error_reasons import error_details
 from ..auth.roles import CALLER, OWNER, is_public
-from ..refused import Refused
-from ..telemetry.logs import get_logger
-from ..telemetry.tracing import Tracing
 from .call_pace import CallPace
+from .call_rules import CallRules, session_id_of
 from .in_flight_limits import (
     LOCAL_OR_REMOTE,
     PUBLIC,
     GrpcCaller,
     InFlightLimiter,
-    RefusalPace,
     RunningRequests,
     StreamShares,
 )
-from .request_checks import RefusingBounds
 from .slice_scheduler import GRPC_SECONDS, Account, SliceScheduler
 
 __all__ = ["RefusalInterceptor"]
-
-
-_log = get_logger(__name__)
 
 _OPEN = "/kvtier.v1.SessionService/Open"
 """The registry of sessions limits these streams."""
@@ -53,61 +43,15 @@ _MAX_STREAMS_OF = {"/kvtier.v1.EventService/WatchEvents": 1024}
 """The same for streams that hold little memory."""
 _RUNNING_BYTES = 64 << 20
 """Memory of the requests of running calls over TCP, and over the Unix socket. A tenant has half."""
-_GARBAGE_SECONDS = 0.1
-"""A caller whose request cannot be parsed is held back for so long."""
-_MAX_DELAY_SECONDS = 1.0
-"""Maximum delay of the answer to a call above the rate limit."""
-_SESSION_TAGS, _SESSION_ID_BYTES = b"\n\n\x10", 16
-"""Tags and length of the session's id, which most requests begin with."""
-_RELEASES = frozenset(
-    f"/kvtier.v1.{name}"
-    for name in (
-        "CacheService/CompleteLoad",
-        "CacheService/ReleaseLease",
-        "CacheService/CompleteStore",
-        "CacheService/WithdrawGrants",
-        "CacheService/FinishRequest",
-        "HandoffService/ReleaseHolds",
-        "TransferService/UnregisterDeviceBuffers",
-    )
-)
-"""Methods that release slots or pins. Their handlers permit some calls above the rate limit."""
 
 
 class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Maps a refusal to its status and reason, and any other error to INTERNAL and a log entry.
+    """Maps a refusal to its status and reason, and any other error to INTERNAL and a log entry."""
 
-    When a call or stream has ended, the interceptor calls `observe(method, code, seconds)`. If the
-    call was refused or has failed, the interceptor first calls `refused(method, reason)`.
-    """
-
-    def __init__(
-        self,
-        observe: Callable[..., None],
-        refused: Callable[[str, str], None] = lambda *_: None,
-        tracing: Tracing | None = None,
-        *,
-        authorize: Callable[[str, Any], None] | None = None,
-        audit_log: AuditLog | None = None,
-        bounds: RefusingBounds | None = None,
-        turns: SliceScheduler | None = None,
-        check_rate: Callable[[bytes], None] | None = None,
-    ) -> None:
-        """`authorize(method, context)` runs before each call and can raise `Refused`.
-
-        `bounds` checks each single request before it is parsed. A handler of a stream of requests
-        checks them itself. Before that, `check_rate(session_id)` can raise `Refused`. `turns`
-        grants turns to single requests over gRPC.
-        """
-        self.observe = observe
-        self.refused = refused
-        self.tracing = tracing
-        self.audit_log = audit_log
-        self.bounds = bounds
-        self.refusal_pace = RefusalPace()
-        self._authorize = authorize
+    def __init__(self, rules: CallRules, turns: SliceScheduler | None = None) -> None:
+        """`turns` grants turns to single requests."""
+        self.rules = rules
         self._turns = turns
-        self._check_rate = check_rate
         # Callers over TCP take no place of the Unix socket, and no place of a health check.
         self._in_flight = {
             (is_local, public): InFlightLimiter(PUBLIC if public else LOCAL_OR_REMOTE)
@@ -127,11 +71,11 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
             return None
         handler: Any = await continuation(handler_call_details)
         if handler is None:  # gRPC refuses an unknown method
-            await self.refusal_pace.wait()
+            await self.rules.refusal_pace.wait()
             return None
         # For gRPC each call has a stream of requests, because gRPC calls such a handler before it
         # receives a request. On the wire both kinds are equal.
-        wrapped = self.wrap(handler_call_details.method, handler, via_grpc=True)
+        wrapped = self._wrap(handler_call_details.method, handler)
         behavior = wrapped.unary_unary or wrapped.unary_stream
         if behavior is None:
             return wrapped
@@ -139,27 +83,17 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
             return grpc.stream_stream_rpc_method_handler(behavior, None, wrapped.response_serializer)
         return grpc.stream_unary_rpc_method_handler(behavior, None, wrapped.response_serializer)
 
-    def wrap(self, method: str, handler: Any, *, via_grpc: bool = False) -> Any:
-        """Wraps a handler. `method` is the handler's name in metrics and log.
-
-        `via_grpc`: the wrapper counts streams, and an `InFlightLimiter` receives a single request.
-        """
+    def _wrap(self, method: str, handler: Any) -> Any:
+        """Wraps a handler. `method` is the handler's name in metrics and log."""
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behavior = getattr(handler, kind)
             if behavior is not None:
                 wrap = self._wrap_stream if kind.endswith("stream") else self._wrap_unary
-                if kind.startswith("unary") and handler.request_deserializer:
-                    # The wrapper parses the request. If gRPC parsed it, a parsing error would be
-                    # answered with UNKNOWN and without a reason.
-                    parse = handler.request_deserializer
-                    if self.bounds is not None:
-                        parse = self.bounds.checking(method, parse)
-                    if self.tracing is not None:
-                        parse = self.tracing.recording_request_id(parse)
-                    check_rate = None if method in _RELEASES else self._check_rate
-                    behavior = _with_parser(behavior, parse, check_rate)
+                receives = kind.startswith("unary")
+                if receives and handler.request_deserializer:
+                    behavior = _parsed(behavior, self.rules.parser_of(method, handler.request_deserializer))
                     handler = handler._replace(request_deserializer=None)
-                receives, streams = via_grpc and kind.startswith("unary"), via_grpc and kind != "unary_unary"
+                streams = kind != "unary_unary"
                 return handler._replace(**{kind: wrap(method, behavior, receives=receives, streams=streams)})
         return handler
 
@@ -213,14 +147,8 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         return call if account is None or self._turns is None else self._turns.metered(account, call)
 
     async def hold_back(self, context: Any, seconds: float) -> None:
-        """Keeps a refused caller from calling again for `seconds`, but at most for a second.
-
-        Over a socket, the connection is not read meanwhile. Over gRPC, the answer is delayed.
-        """
-        seconds = min(seconds, _MAX_DELAY_SECONDS)
-        if hasattr(context, "held_back"):
-            context.held_back = seconds
-        elif self._turns is not None:
+        """Delays the answer to a refused caller, so that it does not call again at once."""
+        if self._turns is not None:
             left = context.time_remaining()
             await self._turns.delay_refusal(seconds if left is None else min(seconds, left / 2))
 
@@ -229,8 +157,8 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
             account: Account | None = None
             with _Outcome(self, method, context) as outcome:
                 try:
-                    if self._authorize is not None:
-                        self._authorize(method, context)
+                    if self.rules.authorize is not None:
+                        self.rules.authorize(method, context)
                     if receives or streams:
                         request = await self._admit(
                             method, context, outcome, request, receives=receives, streams=streams
@@ -253,8 +181,8 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
             account: Account | None = None
             with _Outcome(self, method, context) as outcome:
                 try:
-                    if self._authorize is not None:
-                        self._authorize(method, context)
+                    if self.rules.authorize is not None:
+                        self.rules.authorize(method, context)
                     if receives or streams:
                         request = await self._admit(
                             method, context, outcome, request, receives=receives, streams=streams
@@ -321,28 +249,14 @@ async def _send(context: grpc.aio.ServicerContext, answer: Any) -> None:
         raise asyncio.CancelledError from error
 
 
-def session_id_of(message: bytes) -> bytes:
-    """Returns the id of the session that a serialized request begins with; b"" if it has none."""
-    return message[4 : 4 + _SESSION_ID_BYTES] if message[:1] + message[2:4] == _SESSION_TAGS else b""
-
-
 def _is_cut_off(metadata: Sequence[tuple[str, str | bytes]]) -> bool:
     """Returns whether the connection of a call ended before its metadata was complete."""
     return len(metadata) > _MAX_METADATA or sum(len(value) for _, value in metadata) > _MAX_METADATA_BYTES
 
 
-def _with_parser(
-    behavior: Any, parse: Callable[[bytes], Any], check_rate: Callable[[bytes], None] | None = None
-) -> Any:
+def _parsed(behavior: Any, parse: Callable[[bytes], Any]) -> Any:
     def call(message: bytes, context: grpc.aio.ServicerContext) -> Any:
-        if check_rate is not None and (session_id := session_id_of(message)):
-            check_rate(session_id)
-        try:
-            request = parse(message)
-        except DecodeError as error:
-            text = f"the message cannot be parsed: {error}"
-            raise Refused("INVALID_ARGUMENT", text, hold_back=_GARBAGE_SECONDS) from error
-        return behavior(request, context)
+        return behavior(parse(message), context)
 
     return call
 
@@ -379,38 +293,18 @@ class _Outcome:
         if kind is not None and not issubclass(kind, grpc.aio.AbortError):
             # The call was cancelled, or the client disconnected before an answer was sent.
             self._code = "CANCELLED"
-        seconds = time.monotonic() - self._started
-        tracing = self._interceptor.tracing
-        trace_id = None if tracing is None else tracing.call_ended(self._method, self._code, seconds, self._context)
-        self._interceptor.observe(self._method, self._code, seconds, trace_id)
-        if self._interceptor.audit_log is not None:
-            self._interceptor.audit_log.record_call(self._method, self._code)
+        self._interceptor.rules.ended(self._method, self._code, self._started, self._context)
 
     async def abort(self, context: grpc.aio.ServicerContext, error: Exception) -> None:
-        """Aborts the call with the status of `error`; always raises.
-
-        gRPC keeps the raised exception in a reference cycle with the context. The frames of the
-        exception's traceback refer to the request. So this method first removes the traceback.
-        Without that, ten refused messages of 7 MB occupied 600 MB.
-        """
+        """Aborts the call with the status of `error`; always raises."""
         if isinstance(error, grpc.aio.AbortError):
             self._code = (context.code() or grpc.StatusCode.UNKNOWN).name
             raise error
-        if isinstance(error, CoreError | Refused):
-            reason, message = error.reason, str(error)
-        else:
-            reason, message = "INTERNAL", "a defect of the server; its log has the traceback"
-            _log.error("call failed", method=self._method, exc_info=error)
-        error.__traceback__ = error.__cause__ = error.__context__ = None
-        code = STATUS_OF[reason]
+        rules = self._interceptor.rules
+        code, reason, message, retry_after, hold_back = rules.refusal_of(self._method, context, error)
         self._code = code.name
-        self._interceptor.refused(self._method, reason)
-        if self._interceptor.audit_log is not None:
-            audited = error.audit_reason if isinstance(error, Refused) else reason
-            self._interceptor.audit_log.record_refusal(self._method, context, audited)
         if reason == "UNAUTHENTICATED":
-            await self._interceptor.refusal_pace.wait()
-        retry_after = error.retry_after if isinstance(error, Refused) else None
-        if isinstance(error, Refused) and error.hold_back:
-            await self._interceptor.hold_back(context, error.hold_back)
+            await rules.refusal_pace.wait()
+        if hold_back:
+            await self._interceptor.hold_back(context, hold_back)
         await context.abort(code, message, error_details(reason, message, retry_after))

@@ -23,6 +23,7 @@ __all__ = ["PushFrameSizes", "RefusingBounds", "RequestValidator", "duration_sec
 
 _SHORT_FRAME_BYTES = 4096
 _SHORT_FRAMES = 64
+_ALL_TIERS = TierFilter()
 
 
 class RefusingBounds(RequestBounds):
@@ -110,6 +111,8 @@ class RequestValidator:
             )
 
     def tiers(self, exclude: cache_pb2.TierFilter) -> TierFilter:
+        if not exclude.ByteSize():
+            return _ALL_TIERS
         try:
             media = frozenset(map(Medium, exclude.media))
         except ValueError as error:
@@ -118,14 +121,18 @@ class RequestValidator:
 
     def wait(self, wait: Duration) -> float:
         """Returns the time that a call may wait; 0 if not given."""
-        return min(duration_seconds(wait, "wait"), self.limits.max_wait)
+        return min(duration_seconds(wait, "wait"), self.limits.max_wait) if wait.seconds or wait.nanos else 0.0
 
     def lease(self, duration: Duration) -> float:
-        return min(duration_seconds(duration, "lease_duration") or self.leases.default, self.leases.max)
+        """Returns the duration of a lease; the default if not given."""
+        is_given = duration.seconds or duration.nanos
+        seconds = duration_seconds(duration, "lease_duration") if is_given else 0.0
+        return min(seconds or self.leases.default, self.leases.max)
 
     def retention(self, retain_for: Duration) -> float:
         """Returns the time for which blocks are exempt from eviction; 0 if not given."""
-        return min(duration_seconds(retain_for, "retain_for"), self._retention.max)
+        is_given = retain_for.seconds or retain_for.nanos
+        return min(duration_seconds(retain_for, "retain_for"), self._retention.max) if is_given else 0.0
 
     def hold(self, duration: Duration) -> float:
         """Returns the duration of a hold."""

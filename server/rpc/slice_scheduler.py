@@ -61,7 +61,8 @@ class _Siblings:
         """The most used of the active shares."""
         self.last: _Share | None = None
         self.last_at = self.before_at = float("-inf")
-        """Time of the last use of the loop: by any share, and by any share other than `last`."""
+        """Time of the last use of the loop: by any share, and by any share other than `last`. For
+        another share than `last`, `last_at` is the last use by the others."""
 
 
 class _Share:
@@ -79,23 +80,20 @@ class _Share:
         """Time from which on the share may use the loop again although its siblings call."""
 
     def seconds_to_wait(self, now: float) -> float:
-        if self.siblings.most_used is not self:
-            return 0.0
-        return max(0.0, min(self.free_at, self._others_at + _ACTIVE_SECONDS) - now)
-
-    @property
-    def _others_at(self) -> float:
-        """Time of the last use of the loop by another share."""
         siblings = self.siblings
-        return siblings.before_at if siblings.last is self else siblings.last_at
+        if siblings.most_used is not self:
+            return 0.0
+        others_at = siblings.before_at if siblings.last is self else siblings.last_at
+        return max(0.0, min(self.free_at, others_at + _ACTIVE_SECONDS) - now)
 
     def charge(self, began: float, seconds: float) -> None:
         siblings, now = self.siblings, began + seconds
+        others_at = siblings.before_at if siblings.last is self else siblings.last_at
         self.used = max(self.used, siblings.virtual)
         siblings.virtual = self.used
         self.used += seconds
         # Use while no other share called is not counted, so a first call of another delays nothing.
-        counted_from = max(self.free_at, began) if began - self._others_at < _ACTIVE_SECONDS else began
+        counted_from = max(self.free_at, began) if began - others_at < _ACTIVE_SECONDS else began
         self.free_at = counted_from + _PAUSE * seconds
         if siblings.last is not self:
             siblings.before_at, siblings.last = siblings.last_at, self

@@ -1,8 +1,8 @@
 """Unary calls over the socket protocol (`docs/wire.md`).
 
-These calls use the handlers and the interceptor of the gRPC server. So refusals, metrics and logs
-are the same as for gRPC calls. A connection belongs to one session, carries one call at a time, and
-ends with the session.
+These calls use the handlers of the gRPC server and the same rules (`call_rules`). So refusals,
+metrics and logs are the same as for gRPC calls. A connection belongs to one session, carries one
+call at a time, and ends with the session.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import grpc
 from google.rpc import status_pb2
 
-from ...protos.error_reasons import status_of, status_within
+from ...protos.error_reasons import status_of
 from ...protos.wire.socket_frames import (
     HEAD_BYTES,
     Hello,
@@ -28,8 +28,8 @@ from ...protos.wire.socket_frames import (
 )
 from ..auth.roles import OWNER, Identity
 from ..telemetry.logs import get_logger
+from .call_rules import CallRules
 from .in_flight_limits import MessageBudget
-from .interceptor import RefusalInterceptor
 from .slice_scheduler import Account, SliceScheduler
 
 __all__ = ["SocketCallServer"]
@@ -66,20 +66,22 @@ class SocketCallServer:
     are served.
     """
 
-    def __init__(self, interceptor: RefusalInterceptor, max_message_bytes: int, turns: SliceScheduler) -> None:
+    def __init__(self, rules: CallRules, max_message_bytes: int, turns: SliceScheduler) -> None:
         """The server refuses and discards a message of more than `max_message_bytes`."""
         self.turns = turns
         self.max_message_bytes = max_message_bytes
         self.budget = MessageBudget(_BUDGET_MESSAGES * max_message_bytes)
-        self._interceptor = interceptor
-        self._handlers: dict[bytes, Any] = {}
+        self._rules = rules
+        self._methods: dict[bytes, _Method] = {}
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]) -> None:
         """Registers the methods of a service; the generated code calls this."""
         for name, handler in handlers.items():
             if handler.unary_unary is not None:
-                method = f"{service.removeprefix(_SERVICES)}/{name}".encode()
-                self._handlers[method] = self._interceptor.wrap(f"/{service}/{name}", handler)
+                method = f"/{service}/{name}"
+                parse = self._rules.parser_of(method, handler.request_deserializer)
+                served = _Method(method, parse, handler.unary_unary, handler.response_serializer)
+                self._methods[f"{service.removeprefix(_SERVICES)}/{name}".encode()] = served
 
     def add_generic_rpc_handlers(self, _: object) -> None:
         """Does nothing: `add_registered_method_handlers` gets the same methods."""
@@ -93,10 +95,10 @@ class SocketCallServer:
             limit = f"{self.max_message_bytes} bytes, the limit that limits.max_message_bytes sets"
             text = f"the message has {length} bytes, which is larger than {limit}"
             return _refusal(number, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-        if self._interceptor.bounds is None:
+        if self._rules.bounds is None:
             return None
         method = start[1 : 1 + start[0]].decode(errors="replace")
-        refusal = self._interceptor.bounds.size_refusal(method, length - 1 - start[0])
+        refusal = self._rules.bounds.size_refusal(method, length - 1 - start[0])
         return None if refusal is None else pack_error(number, status_of(refusal.reason, str(refusal)))
 
     async def serve(self, transport: asyncio.Transport, hello: Hello, caller: Identity = OWNER) -> None:
@@ -104,7 +106,7 @@ class SocketCallServer:
         served = _Connection(self, hello, caller)
         transport.set_protocol(served)
         served.connection_made(transport)
-        transport.resume_reading()
+        served.read_on()
         try:
             await served.ended
         finally:
@@ -112,15 +114,25 @@ class SocketCallServer:
 
     async def call(self, number: int, name: bytes, message: bytes, caller: Identity = OWNER) -> tuple[bytes, float]:
         """Returns the answer, and for how many seconds no further call must be read."""
-        handler = self._handlers.get(name)
-        if handler is None:
+        method = self._methods.get(name)
+        if method is None:
             return _refusal(number, grpc.StatusCode.UNIMPLEMENTED, "there is no such method"), 0.0
-        context = _CallContext(caller)
+        rules, context = self._rules, _CallContext(caller)
+        began, code = time.monotonic(), "CANCELLED"  # unless the call ends otherwise
         try:
-            answer = await handler.unary_unary(message, context)
-        except _Aborted as aborted:
-            return pack_error(number, aborted.status), context.held_back
-        return pack_answer(number, 0, handler.response_serializer(answer)), 0.0
+            if rules.authorize is not None:
+                rules.authorize(method.name, context)
+            answer = method.serialize(await method.handle(method.parse(message), context))
+            code = "OK"
+        except Exception as error:  # noqa: BLE001 - an error of one call must not end the server
+            refusal = rules.refusal_of(method.name, context, error)
+            code = refusal.code.name
+            if refusal.reason == "UNAUTHENTICATED":
+                await rules.refusal_pace.wait()
+            return pack_error(number, status_of(refusal.reason, refusal.message, refusal.retry_after)), refusal.hold_back
+        finally:
+            rules.ended(method.name, code, began, context)
+        return pack_answer(number, 0, answer), 0.0
 
 
 def _refusal(number: int, code: grpc.StatusCode, message: str) -> bytes:
@@ -128,30 +140,19 @@ def _refusal(number: int, code: grpc.StatusCode, message: str) -> bytes:
     return pack_error(number, status_pb2.Status(code=code.value[0], message=message))
 
 
-class _Aborted(grpc.aio.AbortError):  # type: ignore[misc]  # grpc has no types
-    """The call was refused or has failed; `status` is the answer."""
+class _Method(NamedTuple):
+    """A unary method: its name in gRPC, and the parts of a call."""
 
-    def __init__(self, status: status_pb2.Status) -> None:
-        super().__init__(status.message)
-        self.status = status
+    name: str
+    parse: Callable[[bytes], Any]
+    handle: Callable[[Any, Any], Coroutine[Any, Any, Any]]
+    serialize: Callable[[Any], bytes]
 
 
-class _CallContext:
-    """The part of gRPC's context that the interceptor uses. Unary handlers do not use a context."""
+class _CallContext(NamedTuple):
+    """The part of gRPC's context that authorization uses. Unary handlers do not use a context."""
 
-    __slots__ = ("caller", "held_back")
-
-    def __init__(self, caller: Identity) -> None:
-        self.caller = caller
-        self.held_back = 0.0
-        """For how many seconds the connection must not be read; see `hold_back`."""
-
-    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any) -> NoReturn:
-        status = status_within(trailing_metadata)
-        if status is not None:
-            raise _Aborted(status)
-        number: int = code.value[0]
-        raise _Aborted(status_pb2.Status(code=number, message=details))
+    caller: Identity
 
 
 class _Connection(asyncio.BufferedProtocol):
@@ -165,6 +166,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._account: Account = calls.turns.account_of(hello.session_id) or calls.turns.account_without_session(
             caller.tenant
         )
+        self._run = partial(calls.turns.run, self._account)
         self._reading_at = 0.0
         self._held_back = 0.0
         """For how many seconds no call is read after the last one."""
@@ -185,6 +187,8 @@ class _Connection(asyncio.BufferedProtocol):
         """The running call, if it did not finish at once."""
         self._is_scheduled = False
         """Whether the connection waits for its turn, or is held back. Then it is not read."""
+        self._is_paused = True
+        """Whether the transport does not read."""
         self._write_paused = False
         """Whether the client does not read the answers. Then no further call starts."""
 
@@ -211,13 +215,23 @@ class _Connection(asyncio.BufferedProtocol):
                 self._next()
             else:
                 self._wait_for_turn()
-        if self._buffer_is_full:
-            self._transport.pause_reading()
+        if self._received and self._buffer_is_full:
+            self._pause_reading()
+
+    def read_on(self) -> None:
+        """Lets the transport read, unless the buffer is full."""
+        if self._is_paused and not self._buffer_is_full:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def _pause_reading(self) -> None:
+        self._is_paused = True
+        self._transport.pause_reading()
 
     def _wait_for_turn(self) -> None:
         """Stops reading until it is the turn of the session."""
         self._is_scheduled = True
-        self._transport.pause_reading()
+        self._pause_reading()
         self._turns.wait(self._account, self._continue)
 
     def _continue(self) -> bool:
@@ -257,8 +271,8 @@ class _Connection(asyncio.BufferedProtocol):
         """Starts the next call if its request is complete."""
         if self._oversized:
             self._discard()
-        if not self._buffer_is_full:
-            self._transport.resume_reading()
+        if self._is_paused:
+            self.read_on()
         if self._oversized or len(self._received) < HEAD_BYTES:
             if self._oversized or self._received:
                 self._wait_for_rest()
@@ -280,10 +294,11 @@ class _Connection(asyncio.BufferedProtocol):
         elif len(self._received) >= end:
             body = bytes(memoryview(self._received)[HEAD_BYTES:end])
             del self._received[:end]
-            self._set_deadline(waiting=False)
+            if self._deadline is not None:
+                self._set_deadline(waiting=False)
             self._last_call, self._piece_seconds = number, _PIECE_SECONDS
-            self._task = _run_eagerly(self._answer(number, body), partial(self._turns.run, self._account))
-            if self._task is None:
+            self._task = _run_eagerly(self._answer(number, body), self._run)
+            if self._task is None and (self._received or self._held_back):
                 self._called()
         else:
             self._wait_for_rest()
@@ -299,7 +314,7 @@ class _Connection(asyncio.BufferedProtocol):
     def _hold_back(self, seconds: float) -> None:
         """Reads nothing for this time, and then waits for a turn."""
         self._is_scheduled = True
-        self._transport.pause_reading()
+        self._pause_reading()
         asyncio.get_running_loop().call_later(seconds, self._end_hold_back)
 
     def _called(self) -> None:
@@ -336,8 +351,7 @@ class _Connection(asyncio.BufferedProtocol):
         if not self._calls.budget.reserve(self._session_id, self._caller.tenant, nbytes, self):
             return False
         self._reserved = nbytes
-        if not self._buffer_is_full:
-            self._transport.resume_reading()
+        self.read_on()
         return True
 
     def _release(self) -> None:
@@ -388,15 +402,15 @@ def _run_eagerly(coroutine: Coroutine[Any, Any, None], run: Callable[..., Any]) 
     Most calls never wait. For such a call, a task and a turn of the event loop can cost more than
     the call itself. `run(function, argument)` calls each further step of the task.
     """
-    started = _StartedCoroutine(coroutine, run)
     if sys.version_info >= (3, 12):
+        started = _StartedCoroutine(coroutine, run)
         task = asyncio.Task(started, loop=asyncio.get_running_loop(), eager_start=True)
         return None if task.done() else task
     try:
-        started.pending.append(started.send(None))
+        pending = coroutine.send(None)
     except StopIteration:
         return None
-    return asyncio.get_running_loop().create_task(started)
+    return asyncio.get_running_loop().create_task(_StartedCoroutine(coroutine, run, pending))
 
 
 class _StartedCoroutine(Coroutine[Any, Any, None]):
@@ -406,18 +420,18 @@ class _StartedCoroutine(Coroutine[Any, Any, None]):
     3.11 has no eager tasks.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, None], run: Callable[..., Any]) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, None], run: Callable[..., Any], *pending: Any) -> None:
+        """`pending`: the future that the coroutine already awaits."""
         self._coroutine = coroutine
         self._run = run
-        self.pending: list[Any] = []
-        """The future that the coroutine awaits, until the Task gets it."""
+        self._pending = list(pending)
 
     def send(self, value: Any) -> Any:
-        return self.pending.pop() if self.pending else self._run(self._coroutine.send, value)
+        return self._pending.pop() if self._pending else self._run(self._coroutine.send, value)
 
     def throw(self, *error: Any) -> Any:
         """Raises the error in the coroutine, even before the first `send`."""
-        self.pending.clear()
+        self._pending.clear()
         return self._run(self._coroutine.throw, *error)
 
     def close(self) -> None:

@@ -32,6 +32,8 @@ _RESET_POLL_SECONDS, _LAST_RESET_POLL_SECONDS = 0.02, 0.32
 
 _MAX_SLOTS = 1 << 17
 """Largest number of slots in an answer: 1 MiB."""
+_NOT_ASKED = Located()
+_HIT = bytes([KeyStatus.HIT])
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
@@ -52,6 +54,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self._end_writers = end_writers
         self._long_calls = long_calls
         self._sources = sources
+        self._has_shared_tiers = any(tier.shared for tier in runtime.tiers)
 
     async def BeginRequest(
         self, request: cache_pb2.BeginRequestRequest, context: grpc.aio.ServicerContext
@@ -300,6 +303,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, session: EngineSession, keys: Sequence[bytes], options: LookupSpec, source: str, deadline: float
     ) -> Located:
         """Asks shared tiers, and another server, for blocks that this server does not have."""
+        if not (source or self._has_shared_tiers):
+            return _NOT_ASKED
         tiers, prefix = options.tiers, options.prefix
         query = self._core.query_shared_tiers(
             session, keys, tiers, prefix=prefix, deadline=deadline, now=self._runtime.now()
@@ -319,26 +324,32 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             lookup = self._core.lookup(session, keys, options, now=self._runtime.now())
             found = await self._long_calls.run(session, lookup)
         finally:
-            self._sources.withdraw(session, located)
+            if located.keys:
+                self._sources.withdraw(session, located)
         remaining = options.deadline - self._runtime.now()
         if found.lease is not None and found.lease.pending and remaining > 0:
             found = replace(found, lease=await self._wait_ready(session, found.lease, remaining))
-        slots: bytes | None = b""
+        statuses, slots = found.statuses(), b""
         # Clients without the region could not use slots, so they learn none.
         if found.lease is not None and request.want_slots and session.writers:
-            slots = await self._read_slots(session, found.lease, _leading_hits(found.statuses()))
-        if slots is None:
-            found = replace(found, lease=None)
-        statuses, lease = found.statuses(), found.lease
+            read = await self._read_slots(session, found.lease, _leading_hits(statuses))
+            if read is None:
+                found = replace(found, lease=None)
+                statuses = found.statuses()
+            slots = read or b""
+        lease = found.lease
         if lease is None:
             return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(keys)), source_outcome=located.outcome)
         sources = lease.sources.ljust(len(keys), b"\0")
-        answer = cache_pb2.LookupResponse(
-            statuses=statuses, prefix_hits=_leading_hits(statuses), sources=sources, lease_id=lease.id
+        return cache_pb2.LookupResponse(
+            statuses=statuses,
+            prefix_hits=_leading_hits(statuses),
+            sources=sources,
+            lease_id=lease.id,
+            not_retained_blocks=found.not_retained,
+            source_outcome=located.outcome,
+            slot_offsets=slots,
         )
-        answer.not_retained_blocks, answer.source_outcome = found.not_retained, located.outcome
-        answer.slot_offsets = slots or b""
-        return answer
 
     async def _read_slots(self, session: EngineSession, lease: BlockLease, hits: int) -> bytes | None:
         """Returns the slots for the answer of a lookup: empty if there are too many.
@@ -383,7 +394,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
 
 def _leading_hits(statuses: bytes) -> int:
-    return len(statuses) - len(statuses.lstrip(bytes([KeyStatus.HIT])))
+    return len(statuses) - len(statuses.lstrip(_HIT))
 
 
 def _params(text: str) -> dict[str, object]:

@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ...protos.v1 import common_pb2
-from ...protos.wire.packed_keys import count_keys
+from ...protos.wire.packed_keys import count_keys, unpack_keys
 from ...tiers.core.commands import Change, Waiter
 from ...tiers.core.in_flight_stores import STORE_SLICE
 from ...tiers.core.operations import Operation
@@ -59,12 +59,19 @@ class LongCalls:
 
         Without a session the groups are not checked.
         """
-        is_long, keys = count_keys(packed) > _KEY_SLICE, list[bytes]()
+        key_bytes, keys = packed.key_bytes, list[bytes]()
+        if key_bytes and len(joined := packed.keys) <= _KEY_SLICE * key_bytes:
+            validator.check_keys(packed)
+            keys = unpack_keys(joined, key_bytes)
+            if session is not None:
+                validator.check_groups(keys, joined, key_bytes, session.namespace)
+            return keys
+        is_long = count_keys(packed) > _KEY_SLICE
         for joined, part in validator.slices_of(packed, _KEY_SLICE):
             if is_long:
                 await self._turn(session)
             if session is not None:
-                validator.check_groups(part, joined, packed.key_bytes, session.namespace)
+                validator.check_groups(part, joined, key_bytes, session.namespace)
             keys += part
         return keys
 

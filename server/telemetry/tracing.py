@@ -66,15 +66,9 @@ class Tracing:
         self._extract: Callable[[dict[str, str]], Context] = TraceContextTextMapPropagator().extract
         self._trace = trace
 
-    def recording_request_id(self, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-        """Wraps a parser so that it records the request id of each request."""
-
-        def parse_and_record(message: bytes) -> Any:
-            request = parse(message)
-            _request_id.set(getattr(request, "request_id", ""))
-            return request
-
-        return parse_and_record
+    def record_request_id(self, request: Any) -> None:
+        """Records the engine's request id for the span of the running call."""
+        _request_id.set(getattr(request, "request_id", ""))
 
     def call_ended(self, method: str, code: str, seconds: float, context: Any) -> str | None:
         """Creates the span of an ended call. Must run in the task that served the call.

@@ -17,6 +17,7 @@ import pytest
 from harness.polling import stays
 
 from kvtier.server.refused import Refused
+from kvtier.server.rpc.call_rules import CallRules
 from kvtier.server.rpc.interceptor import RefusalInterceptor
 
 SOON = 30.0
@@ -67,7 +68,7 @@ def no_collector() -> Iterator[None]:
 async def served(handler: Any) -> AsyncIterator[tuple[grpc.aio.Channel, Observed]]:
     """Yields a server of one call, `/test/Stream`, and the calls observed."""
     observed = Observed()
-    server = grpc.aio.server(interceptors=[RefusalInterceptor(observed.note, observed.note_refusal)])
+    server = grpc.aio.server(interceptors=[RefusalInterceptor(CallRules(observed.note, observed.note_refusal))])
     handlers = {"Stream": grpc.unary_stream_rpc_method_handler(handler)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -166,7 +167,7 @@ async def test_a_call_whose_metadata_is_cut_off_has_no_handler(metadata: list[tu
         asked.append(details)
         return grpc.unary_unary_rpc_method_handler(lambda *_: b"")
 
-    interceptor = RefusalInterceptor(lambda *_: None)
+    interceptor = RefusalInterceptor(CallRules(lambda *_: None))
     cut_off: Any = SimpleNamespace(method="/test/Call", invocation_metadata=metadata)
     assert await interceptor.intercept_service(find, cut_off) is None
     assert not asked

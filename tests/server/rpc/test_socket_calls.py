@@ -35,6 +35,7 @@ from kvtier.client.transport.grpc_methods import RESPONSES
 from kvtier.protos.v1 import cache_pb2, common_pb2
 from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.protos.wire.socket_frames import STATUS_OF_CODE, FrameKind, Hello, Purpose, pack_call
+from kvtier.server.rpc.call_rules import CallRules
 from kvtier.server.rpc.slice_scheduler import SliceScheduler
 from kvtier.server.rpc.socket_calls import SocketCallServer, _Connection, _run_eagerly
 
@@ -124,8 +125,7 @@ async def test_a_request_in_single_bytes_needs_few_reads(monkeypatch: pytest.Mon
         _Connection, "buffer_updated", lambda self, nbytes: (reads.append(nbytes), receive(self, nbytes))
     )
     registry: Any = SimpleNamespace(tenant_of=lambda _: "acme", check=lambda _: None)
-    interceptor: Any = SimpleNamespace(bounds=None)
-    calls = SocketCallServer(interceptor, MIB, SliceScheduler(registry))
+    calls = SocketCallServer(CallRules(lambda *_: None), MIB, SliceScheduler(registry))
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     loop = asyncio.get_running_loop()

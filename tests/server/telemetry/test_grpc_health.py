@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness.polling import async_wait_until
 
 from kvtier.server import app
+from kvtier.server.rpc.call_rules import CallRules
 from kvtier.server.rpc.interceptor import RefusalInterceptor
 from kvtier.server.telemetry.grpc_health import Health, tier_service
 from kvtier.tiers.stats.snapshots import ManagerStats, TierStats
@@ -35,7 +36,7 @@ def stats(*, memory: int = 1, cpu: bool = True, lmdb: bool = True) -> ManagerSta
 async def health() -> AsyncIterator[tuple[Health, health_pb2_grpc.HealthStub]]:
     """Yields a health service behind the server's interceptor, and a client of it."""
     health = Health(SERVICES)
-    server = grpc.aio.server(interceptors=[RefusalInterceptor(lambda *_: None)])
+    server = grpc.aio.server(interceptors=[RefusalInterceptor(CallRules(lambda *_: None))])
     await health.register(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
