@@ -269,7 +269,7 @@ async def _watch(backend: Backend, health: Health) -> None:
         try:
             backend.access.refresh(backend.sessions.revoke)
             await health.update(runtime.stats())
-            collector.tick(runtime.now(), metrics.calls)
+            collector.tick(runtime.now(), metrics.calls.total)
             await trimmer.tick(runtime.now())
         except Exception as error:  # noqa: BLE001 - otherwise revoked tokens would stay valid
             metrics.failed("watch")

@@ -266,7 +266,7 @@ def open_listeners(
     turns = SliceScheduler(backend.sessions)
     backend.sessions.on_close.append(turns.forget)
     rules = CallRules(
-        metrics.observe_rpc,
+        metrics.calls.observe,
         metrics.refused,
         tracing,
         authorize=access.authorize,

@@ -108,7 +108,7 @@ class BulkBroker:
         self._audit = audit
         self.writers = writers
         self._reader = reader
-        self._observe = metrics.observe_rpc
+        self._observe = metrics.calls.observe
         self._count_refused = metrics.refused
         self._counters = {push: metrics.transfer("tcp", "in" if push else "out") for push in (True, False)}
         self._damaged = metrics.mismatches("grpc")

@@ -367,7 +367,7 @@ class SessionRegistry:
         return None if session is None or epoch != self.epoch or session.revoked else session
 
     def refuse_if_draining(self) -> None:
-        if self.draining:
+        if self.drain_began.is_set():
             raise Refused("DRAINING", "the server refuses new work because it is shutting down or drained")
 
 

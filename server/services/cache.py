@@ -224,9 +224,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             unreceived = await self._long_calls.complete_store(session, store_id, failed)
         except StoreNotFound:
             self._core.writer_done(session, store_id)
-            raise
-        finally:
             self._runtime.run_commands()
+            raise
         if failed or unreceived:
             self._runtime.notify_change()
         return unreceived

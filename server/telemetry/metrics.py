@@ -2,16 +2,23 @@
 
 The counters and histograms in this module are updated when events happen. All other metrics are
 read from a snapshot at each scrape (`collector`). Names and help texts come from `definitions`. The
-objects that `labels` returns are cached, so an update costs 0.3 us instead of 1.2 us.
+durations of calls are plain numbers that a scrape reads, because each call adds one (`CallDurations`).
 """
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
 from collections import Counter as CountOf
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Literal, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
+from prometheus_client.utils import floatToGoString
 
 from ...protos.error_reasons import STATUS_OF
 from ...tiers.secondary_tier import Outcome
@@ -43,6 +50,66 @@ _WORK = ("tick", "slice", "watch")
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
+class _Series:
+    """Durations of the calls of one method with one status."""
+
+    __slots__ = ("exemplars", "numbers", "seconds")
+
+    def __init__(self) -> None:
+        self.numbers = [0] * (len(_RPC_BUCKETS) + 1)
+        """Number of calls per bucket; those of the buckets below are not added."""
+        self.seconds = 0.0
+        self.exemplars: dict[int, Exemplar] = {}
+        """Trace of the last recorded call, by bucket."""
+
+
+class CallDurations(Collector):
+    """Histogram of the durations of calls, by method and status. One thread may add calls."""
+
+    def __init__(self) -> None:
+        self._series: dict[tuple[str, str], _Series] = {}
+
+    def observe(self, method: str, code: str, seconds: float, trace_id: str | None = None) -> None:
+        """Counts an ended call. `method` is a gRPC name, like "/kvtier.v1.CacheService/Lookup".
+
+        In the OpenMetrics format the trace id is exposed as an exemplar of the call's bucket.
+        """
+        series = self._series.get((method, code))
+        if series is None:
+            series = self._series[method, code] = _Series()
+        bucket = bisect_left(_RPC_BUCKETS, seconds)
+        series.numbers[bucket] += 1
+        series.seconds += seconds
+        if trace_id is not None:
+            series.exemplars[bucket] = Exemplar({"trace_id": trace_id}, seconds, time.time())
+
+    @property
+    def total(self) -> int:
+        """Number of calls that have ended."""
+        return sum(sum(series.numbers) for series in self._series.values())
+
+    def describe(self) -> Iterator[HistogramMetricFamily]:
+        yield self._family()
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = self._family()
+        for (method, code), series in self._series.copy().items():
+            exemplars = series.exemplars.copy()
+            buckets = [
+                (floatToGoString(bound), number, exemplars.get(bucket))
+                for bucket, (bound, number) in enumerate(
+                    zip((*_RPC_BUCKETS, float("inf")), accumulate(series.numbers), strict=True)
+                )
+            ]
+            family.add_metric([method.removeprefix("/kvtier.v1."), code], buckets, series.seconds)
+        yield family
+
+    @staticmethod
+    def _family() -> HistogramMetricFamily:
+        row = METRICS["kvtier_rpc_duration_seconds"]
+        return HistogramMetricFamily(row.name, row.text, labels=row.labels)
+
+
 class Metrics:
     """All metrics of one server, in a registry of their own.
 
@@ -52,7 +119,8 @@ class Metrics:
 
     def __init__(self, snapshot: Snapshot, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
-        self.rpc_duration = self._histogram("rpc_duration_seconds", _RPC_BUCKETS)
+        self.calls = CallDurations()
+        self.registry.register(self.calls)
         self.refusals = self._counter("refusals")
         self.loop_lag = self._histogram("loop_lag_seconds", _LAG_BUCKETS)
         self.loop_failures = self._counter("loop_failures")
@@ -62,9 +130,6 @@ class Metrics:
         self.transfer_bytes = self._counter("transfer_bytes")
         self.checksum_mismatches = self._counter("checksum_mismatches")
         self._source_searches = self._counter("source_searches")
-        self.calls = 0
-        """Number of calls that have ended."""
-        self._rpcs: dict[tuple[str, str], Histogram] = {}
         self._jobs: dict[tuple[str, str], tuple[Histogram, Counter]] = {}
         self._outcomes: dict[tuple[str, str, Outcome], Counter] = {}
         # Create the counters with 0. Prometheus's `rate` ignores the first event of a counter that
@@ -87,18 +152,6 @@ class Metrics:
                 self._bind_job(tier, job)
                 for outcome in Outcome:
                     self._outcomes[tier, job, outcome] = self.job_blocks.labels(tier, job, outcome.value)
-
-    def observe_rpc(self, method: str, code: str, seconds: float, trace_id: str | None = None) -> None:
-        """Counts an ended call. `method` is a gRPC name, like "/kvtier.v1.CacheService/Lookup".
-
-        In the OpenMetrics format the trace id is exposed as an exemplar of the call's bucket.
-        """
-        self.calls += 1
-        child = self._rpcs.get((method, code))
-        if child is None:
-            name = method.removeprefix("/kvtier.v1.")
-            child = self._rpcs[method, code] = self.rpc_duration.labels(name, code)
-        child.observe(seconds, None if trace_id is None else {"trace_id": trace_id})
 
     def refused(self, method: str, reason: str) -> None:
         """Counts a refused or failed call; `reason` is a `kvtier.v1.ErrorReason`."""

@@ -156,7 +156,7 @@ def broker_of(calls: Calls) -> tuple[BulkBroker, list[ToChild]]:
     metrics: Any = SimpleNamespace(
         transfer=lambda *_: counter,
         mismatches=lambda _: counter,
-        observe_rpc=lambda *_: None,
+        calls=SimpleNamespace(observe=lambda *_: None),
         refused=lambda *_: None,
     )
     opened = SimpleNamespace(core=calls.session, limiter=None, transport="")

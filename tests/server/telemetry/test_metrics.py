@@ -190,7 +190,7 @@ class TestFigures:
     def test_calls_are_counted(self, metrics: Metrics, server: MetricsServer) -> None:
         """By method and code, with their durations."""
         for code in ("OK", "OK", "NOT_FOUND"):
-            metrics.observe_rpc("/kvtier.v1.CacheService/Lookup", code, 0.003)
+            metrics.calls.observe("/kvtier.v1.CacheService/Lookup", code, 0.003)
         values = Scrape(get(server.port, "/metrics")[2])
         assert values("kvtier_rpc_duration_seconds_count", method="CacheService/Lookup", code="OK") == 2
         assert (
@@ -234,7 +234,7 @@ class TestFigures:
             raise TimeoutError
 
         metrics = Metrics(fail)
-        metrics.observe_rpc("/kvtier.v1.A/B", "OK", 1)
+        metrics.calls.observe("/kvtier.v1.A/B", "OK", 1)
         server = MetricsServer("127.0.0.1:0", metrics.registry)
         try:
             values = Scrape(get(server.port, "/metrics")[2])
