@@ -24,7 +24,6 @@ from ..cuda.host.numa import choose_nodes, memory_nodes, read_placement
 from ..cuda.host.region import PAGE_BYTES, HostRegion, RegionError
 from ..protos.endpoint import Endpoint, default_endpoint, parse_endpoint
 from ..protos.peer_directory import PeerDirectory
-from ..protos.wire.request_bounds import RequestBounds
 from ..protos.v1 import (
     admin_pb2_grpc,
     cache_pb2_grpc,
@@ -33,6 +32,7 @@ from ..protos.v1 import (
     handoff_pb2_grpc,
     session_pb2_grpc,
 )
+from ..protos.wire.request_bounds import RequestBounds
 from ..tiers.secondary_tier import TierError
 from .auth.authenticator import AccessControl, AccessError
 from .auth.credential_files import FileError

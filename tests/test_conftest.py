@@ -42,7 +42,7 @@ def test_leaks_are_found(
 
 
 class Finalized:
-    """A cycle that the garbage collector ends, as a stream of gRPC that an earlier test left behind."""
+    """A cycle that the garbage collector ends, as a stream of gRPC that a test left behind."""
 
     def __init__(self) -> None:
         self.cycle = self

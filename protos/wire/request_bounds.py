@@ -172,7 +172,18 @@ class RequestBounds:
 class _Field:
     """Bound of a field in the form that `_Shape.check` needs."""
 
-    __slots__ = ("each", "is_fixed_number", "is_list", "is_number", "is_text", "most", "name", "reason", "shape")
+    __slots__ = (
+        "each",
+        "is_fixed_number",
+        "is_list",
+        "is_number",
+        "is_text",
+        "leaf_bytes",
+        "most",
+        "name",
+        "reason",
+        "shape",
+    )
 
     def __init__(self, field: FieldDescriptor, bound: Bound, shape: _Shape | None) -> None:
         self.name = field_name(field)
@@ -183,6 +194,8 @@ class _Field:
         self.shape = shape
         self.is_text = field.type == field.TYPE_STRING
         self.is_number = shape is None and field.cpp_type != field.CPPTYPE_STRING
+        self.leaf_bytes = bound.each if bound.each is not None and shape is None and not self.is_number else -1
+        """Bytes of a text or byte string that are within its bound; -1 for other fields."""
         self.is_fixed_number = self.is_number and field.type not in (
             *(field.TYPE_INT32, field.TYPE_INT64, field.TYPE_UINT32, field.TYPE_UINT64),
             *(field.TYPE_SINT32, field.TYPE_SINT64, field.TYPE_BOOL, field.TYPE_ENUM),
@@ -198,8 +211,15 @@ class _Field:
             room = Counter({self.reason: _HEAD_BYTES + each})
         return Counter({reason: self.most * nbytes for reason, nbytes in room.items()})
 
-    def check_size(self, message: bytes, begin: int, end: int) -> None:
-        """Refuses an element of more than `each` bytes, unless it is a text of fewer characters."""
+    def check(self, message: bytes, begin: int, end: int, left: int) -> tuple[int, int]:
+        """Checks an element or a packed list. Returns how many elements it has, and `left`."""
+        if self.each is not None and end - begin > self.each:
+            self._check_size(message, begin, end)
+        if self.shape is not None:
+            return 1, self.shape.check(message, begin, end, left)
+        return self._count(message, begin, end) if self.is_number else 1, left
+
+    def _check_size(self, message: bytes, begin: int, end: int) -> None:
         if not self.is_text:
             raise OutOfBounds(self.reason, f"{self.name}: {end - begin} bytes; the limit is {self.each}")
         most = self.each or 0
@@ -207,7 +227,7 @@ class _Field:
         if end - begin > _CHARACTER_BYTES * most or len(message[begin:end].translate(None, _CONTINUATION)) > most:
             raise OutOfBounds(self.reason, f"{self.name}: more than {most} characters")
 
-    def count(self, message: bytes, begin: int, end: int) -> int:
+    def _count(self, message: bytes, begin: int, end: int) -> int:
         """Returns how many numbers a packed list has."""
         if self.is_fixed_number:
             return -(-(end - begin) // 4)
@@ -249,17 +269,11 @@ class _Shape:
                 pos = begin + length
                 if pos > end:
                     break
-                if field is not None:
-                    if field.each is not None and length > field.each:
-                        field.check_size(message, begin, pos)
-                    if field.shape is not None:
-                        left = field.shape.check(message, begin, pos, left)
-                    elif field.is_number:
-                        count = field.count(message, begin, pos)
-            elif kind == _VARINT and message[pos] < 128:
-                pos += 1
+                if field is not None and length > field.leaf_bytes:
+                    count, left = field.check(message, begin, pos, left)
             else:
-                pos = _skip_number(kind, message, pos)
+                is_short = kind == _VARINT and message[pos] < 128
+                pos = pos + 1 if is_short else _skip_number(kind, message, pos)
             if field is not None:
                 numbers[field] = count = count + numbers.get(field, 0)
                 if count > field.most:

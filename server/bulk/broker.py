@@ -149,6 +149,8 @@ class BulkBroker:
 
     def end_streams_of_store(self, store_id: int) -> list[asyncio.Event]:
         """Ends the Push streams of a store. Returns for each an event, set when it has detached."""
+        if not self._streams:
+            return []
         writing = [stream for stream in self._streams.values() if stream.push and stream.target == store_id]
         for stream in writing:
             self._refuse(stream, "STORE_NOT_FOUND", f"store {store_id} has been completed or cancelled, or has expired")

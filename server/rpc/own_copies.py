@@ -60,7 +60,7 @@ class Writers:
 
     def busy(self, store_id: int) -> bool:
         """Returns whether a process of the server may be writing to the store's slots."""
-        return self._running[store_id] > 0
+        return store_id in self._running
 
     async def idle(self, store_id: int) -> None:
         """Waits until no process of the server writes to the store's slots."""

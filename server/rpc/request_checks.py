@@ -23,7 +23,6 @@ __all__ = ["PushFrameSizes", "RefusingBounds", "RequestValidator", "duration_sec
 
 _SHORT_FRAME_BYTES = 4096
 _SHORT_FRAMES = 64
-_ALL_TIERS = TierFilter()
 
 
 class RefusingBounds(RequestBounds):
@@ -73,6 +72,10 @@ class RequestValidator:
 
     def check_keys(self, keys: common_pb2.PackedKeys) -> None:
         """Checks the number of keys, and their length if they have one. An empty list is valid."""
+        nbytes, key_bytes, limits = len(keys.keys), keys.key_bytes, self.limits
+        has_length = GROUP_INDEX_BYTES < key_bytes <= limits.max_key_bytes and not nbytes % key_bytes
+        if has_length and nbytes <= limits.max_keys * key_bytes and not keys.lengths:
+            return  # the usual form
         number = count_keys(keys)
         if number > self.limits.max_keys:
             raise Refused("TOO_MANY_KEYS", f"{number} keys in one call; the limit is {self.limits.max_keys}")
@@ -111,8 +114,6 @@ class RequestValidator:
             )
 
     def tiers(self, exclude: cache_pb2.TierFilter) -> TierFilter:
-        if not exclude.ByteSize():
-            return _ALL_TIERS
         try:
             media = frozenset(map(Medium, exclude.media))
         except ValueError as error:

@@ -112,12 +112,12 @@ class SocketCallServer:
         finally:
             served.close()
 
-    async def call(self, number: int, name: bytes, message: bytes, caller: Identity = OWNER) -> tuple[bytes, float]:
+    async def call(self, number: int, name: bytes, message: bytes, context: CallContext) -> tuple[bytes, float]:
         """Returns the answer, and for how many seconds no further call must be read."""
         method = self._methods.get(name)
         if method is None:
             return _refusal(number, grpc.StatusCode.UNIMPLEMENTED, "there is no such method"), 0.0
-        rules, context = self._rules, _CallContext(caller)
+        rules = self._rules
         began, code = time.monotonic(), "CANCELLED"  # unless the call ends otherwise
         try:
             if rules.authorize is not None:
@@ -129,7 +129,9 @@ class SocketCallServer:
             code = refusal.code.name
             if refusal.reason == "UNAUTHENTICATED":
                 await rules.refusal_pace.wait()
-            return pack_error(number, status_of(refusal.reason, refusal.message, refusal.retry_after)), refusal.hold_back
+            return pack_error(
+                number, status_of(refusal.reason, refusal.message, refusal.retry_after)
+            ), refusal.hold_back
         finally:
             rules.ended(method.name, code, began, context)
         return pack_answer(number, 0, answer), 0.0
@@ -149,7 +151,7 @@ class _Method(NamedTuple):
     serialize: Callable[[Any], bytes]
 
 
-class _CallContext(NamedTuple):
+class CallContext(NamedTuple):
     """The part of gRPC's context that authorization uses. Unary handlers do not use a context."""
 
     caller: Identity
@@ -162,6 +164,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._session_id = hello.session_id
         self._last_call = hello.number
         self._caller = caller
+        self._context = CallContext(caller)
         self._turns = calls.turns
         self._account: Account = calls.turns.account_of(hello.session_id) or calls.turns.account_without_session(
             caller.tenant
@@ -271,8 +274,7 @@ class _Connection(asyncio.BufferedProtocol):
         """Starts the next call if its request is complete."""
         if self._oversized:
             self._discard()
-        if self._is_paused:
-            self.read_on()
+        self.read_on()
         if self._oversized or len(self._received) < HEAD_BYTES:
             if self._oversized or self._received:
                 self._wait_for_rest()
@@ -381,7 +383,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     async def _answer(self, number: int, body: bytes) -> None:
         try:
-            answer, self._held_back = await self._calls.call(number, *unpack_call(body), self._caller)
+            answer, self._held_back = await self._calls.call(number, *unpack_call(body), self._context)
         except Exception as error:  # noqa: BLE001 - an error of one call must not end the server
             _log.warning("socket call refused", error=str(error), exc_info=None if type(error) is ValueError else error)
             self.close()

@@ -32,7 +32,7 @@ _RESET_POLL_SECONDS, _LAST_RESET_POLL_SECONDS = 0.02, 0.32
 
 _MAX_SLOTS = 1 << 17
 """Largest number of slots in an answer: 1 MiB."""
-_NOT_ASKED = Located()
+_NOT_ASKED, _ALL_TIERS = Located(), TierFilter()
 _HIT = bytes([KeyStatus.HIT])
 
 
@@ -101,7 +101,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._sessions.get(request.session)
         options = LookupSpec(
             request_id=request.request_id,
-            tiers=self._tiers(request.exclude),
+            tiers=self._tiers(request),
             retain_for=self._validator.retention(request.retain_for),
         )
         keys = await self._long_calls.keys(session, self._validator, request.keys)
@@ -281,16 +281,20 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 pending = self._core.resetting(session)
         return cache_pb2.ResetResponse(pending_blocks=pending)
 
-    def _tiers(self, exclude: cache_pb2.TierFilter) -> TierFilter:
-        tiers = self._validator.tiers(exclude)
-        self._core.excluded(tiers)
+    def _tiers(
+        self, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest | cache_pb2.PrefetchRequest
+    ) -> TierFilter:
+        if not request.HasField("exclude"):
+            return _ALL_TIERS
+        tiers = self._validator.tiers(request.exclude)
+        self._core.excluded(tiers)  # raises InvalidItem
         return tiers
 
     def _lookup_options(self, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest) -> LookupSpec:
         return LookupSpec(
             prefix=request.mode != cache_pb2.LOOKUP_MODE_EACH,
             request_id=request.request_id,
-            tiers=self._tiers(request.exclude),
+            tiers=self._tiers(request),
             min_hits=request.min_hits,
             lease_seconds=self._validator.lease(request.lease_duration),
             deadline=self._runtime.now() + self._validator.wait(request.wait),

@@ -2,7 +2,7 @@
 
 The counters and histograms in this module are updated when events happen. All other metrics are
 read from a snapshot at each scrape (`collector`). Names and help texts come from `definitions`. The
-durations of calls are plain numbers that a scrape reads, because each call adds one (`CallDurations`).
+durations of calls are plain numbers, because each call adds one; a scrape reads them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
-from prometheus_client.utils import floatToGoString
 
 from ...protos.error_reasons import STATUS_OF
 from ...tiers.secondary_tier import Outcome
@@ -33,6 +32,7 @@ JobObserver: TypeAlias = Callable[[str, str, float, int, Sequence[Outcome]], Non
 """Called with tier, operation, seconds, bytes and outcomes of an ended job, on the job's thread."""
 
 _RPC_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1, 5, 30)
+_RPC_BOUNDS = (*(str(float(bound)) for bound in _RPC_BUCKETS), "+Inf")
 _JOB_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60)
 _LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _SERVICES = (
@@ -94,13 +94,10 @@ class CallDurations(Collector):
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = self._family()
         for (method, code), series in self._series.copy().items():
-            exemplars = series.exemplars.copy()
-            buckets = [
-                (floatToGoString(bound), number, exemplars.get(bucket))
-                for bucket, (bound, number) in enumerate(
-                    zip((*_RPC_BUCKETS, float("inf")), accumulate(series.numbers), strict=True)
-                )
-            ]
+            buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+            for bucket, (bound, number) in enumerate(zip(_RPC_BOUNDS, accumulate(series.numbers), strict=True)):
+                exemplar = series.exemplars.get(bucket)
+                buckets.append((bound, number) if exemplar is None else (bound, number, exemplar))
             family.add_metric([method.removeprefix("/kvtier.v1."), code], buckets, series.seconds)
         yield family
 

@@ -76,6 +76,8 @@ class Tracing:
         `method` is the gRPC name. Returns the trace id if the trace is recorded.
         """
         service, _, name = method.removeprefix("/").partition("/")
+        request_id = _request_id.get()
+        _request_id.set("")  # the next call over the same socket may be refused before it is parsed
         span = self._tracer.start_span(
             f"{service}/{name}",
             context=self._parent(context),
@@ -85,7 +87,7 @@ class Tracing:
         )
         if not span.is_recording():
             return None
-        if request_id := _request_id.get():
+        if request_id:
             span.set_attribute("kvtier.request_id", request_id)
         if code in ("INTERNAL", "UNKNOWN", "DATA_LOSS"):  # other codes are not errors of the server
             span.set_status(self._trace.StatusCode.ERROR)

@@ -37,8 +37,8 @@ def interrupted_at(line: int, *modules: ModuleType) -> Iterator[list[int]]:
     """Raises KeyboardInterrupt at this line of the modules, counted as executed, on this thread.
 
     Yields the numbers of the lines that were executed. Only lines with a call count, because Python
-    handles signals at calls. The garbage of earlier tests is not collected, because its finalizers may
-    execute these lines as well.
+    handles signals at calls. The garbage of earlier tests is not collected, because its finalizers
+    may execute these lines as well.
     """
     lines: list[int] = []
     paths = [module.__file__ for module in modules]
