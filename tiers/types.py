@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NewType
+from operator import itemgetter
+from typing import Final, NewType
 
 from ..protos.values import (
     HOLD_ONLY_KEY_PREFIX,
@@ -77,6 +78,11 @@ class EngineSession:
     ended: bool = False
     withdrawn: dict[int, None] = field(default_factory=dict)
     """The last ids of grants that the client has withdrawn. Their calls may arrive later."""
+    engine: EngineKey = field(init=False)
+    """The engine that owns the session's leases, stores and holds."""
+
+    def __post_init__(self) -> None:
+        self.engine = self.namespace.id, self.engine_id
 
     def check_wanted(self, grant_id: int) -> None:
         """Raises InvalidItem if the client has withdrawn the grant."""
@@ -87,11 +93,6 @@ class EngineSession:
         self.withdrawn[grant_id] = None
         if len(self.withdrawn) > MAX_WITHDRAWN:
             del self.withdrawn[next(iter(self.withdrawn))]
-
-    @property
-    def engine(self) -> EngineKey:
-        """The engine that owns the session's leases, stores and holds."""
-        return self.namespace.id, self.engine_id
 
     def own_rank(self) -> int:
         """Returns the rank of this session's parts. Raises InvalidItem if the rank is unknown."""
@@ -254,9 +255,9 @@ NAMESPACE_BYTES = 32
 """Length of a namespace id: the tenant tag, and a digest of the namespace."""
 
 
-def tenant_of(namespace: NamespaceId) -> bytes:
-    """Returns the tag of the tenant that owns a namespace."""
-    return namespace[:TENANT_TAG_BYTES]
+tenant_of: Final[Callable[[NamespaceId], bytes]] = itemgetter(slice(TENANT_TAG_BYTES))
+"""Returns the tag of the tenant that owns a namespace. Each call needs it many times, so that it is
+not a Python function."""
 
 
 REST = ""
