@@ -129,9 +129,8 @@ class SocketCallServer:
             code = refusal.code.name
             if refusal.reason == "UNAUTHENTICATED":
                 await rules.refusal_pace.wait()
-            return pack_error(
-                number, status_of(refusal.reason, refusal.message, refusal.retry_after)
-            ), refusal.hold_back
+            status = status_of(refusal.reason, refusal.message, refusal.retry_after)
+            return pack_error(number, status), refusal.hold_back
         finally:
             rules.ended(method.name, code, began, context)
         return pack_answer(number, 0, answer), 0.0

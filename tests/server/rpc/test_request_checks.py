@@ -3,11 +3,54 @@
 from __future__ import annotations
 
 import pytest
-from harness.service_calls import duration
+from harness.service_calls import duration, serving
 
+from kvtier.protos.v1.common_pb2 import PackedKeys
+from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
 from kvtier.server.refused import Refused
 from kvtier.server.rpc.request_checks import PushFrameSizes, RequestValidator
+from kvtier.tiers.errors import InvalidKey
+
+
+def key(length: int, group: int = 0) -> bytes:
+    return bytes(length - 4) + group.to_bytes(4, "big")
+
+
+MOST, LONGEST = 8, 40
+VALIDATOR = RequestValidator(
+    LimitConfig(max_keys=MOST, max_key_bytes=LONGEST), LeaseConfig(), RetentionConfig(), HandoffConfig()
+)
+UNUSUAL = {
+    "too many": (pack_keys([key(20)] * (MOST + 1)), "TOO_MANY_KEYS"),
+    "too many, of two lengths": (pack_keys([key(20)] * MOST + [key(21)]), "TOO_MANY_KEYS"),
+    "too long": (pack_keys([key(LONGEST + 1)]), "INVALID_KEY"),
+    "too short": (PackedKeys(keys=bytes(8), key_bytes=4), "INVALID_KEY"),
+    "cut off": (PackedKeys(keys=bytes(39), key_bytes=20), "INVALID_KEY"),
+    "one length and a list": (PackedKeys(keys=bytes(40), key_bytes=20, lengths=b"\x14\0\x14\0"), "INVALID_KEY"),
+    "no length": (PackedKeys(keys=bytes(40)), "INVALID_KEY"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_keys_have_a_number_and_a_length(case: str) -> None:
+    packed, reason = UNUSUAL[case]
+    with pytest.raises(Refused) as refused:
+        VALIDATOR.check_keys(packed)
+    assert refused.value.reason == reason
+
+
+@pytest.mark.parametrize("lengths", [[], [5], [LONGEST], [20] * MOST, [20, 21]], ids=str)
+def test_keys_within_the_limits_are_valid(lengths: list[int]) -> None:
+    VALIDATOR.check_keys(pack_keys(list(map(key, lengths))))
+
+
+@pytest.mark.parametrize("length", [20, 21], ids=["one length", "two lengths"])
+async def test_a_lookup_of_an_unknown_group_is_refused(length: int) -> None:
+    packed = pack_keys([key(20), key(length, group=9)])
+    async with serving() as calls:
+        with pytest.raises(InvalidKey):
+            await calls.long_calls.keys(calls.session, calls.validator, packed)
 
 
 def test_durations_have_a_default_and_a_maximum() -> None:
