@@ -62,7 +62,8 @@ class CallRules:
     """Parsers of requests, refusals of errors, and records of ended calls.
 
     When a call or stream has ended, `ended` calls `observe(method, code, seconds, trace_id)`. If
-    the call was refused or has failed, `refusal_of` first calls `refused(method, reason)`.
+    the call was refused or has failed, `refusal_of` first calls `refused(method, reason)`. Both run
+    in the context of the call, which names its caller and its request.
     """
 
     def __init__(
@@ -84,9 +85,9 @@ class CallRules:
         self.authorize = authorize
         self.bounds = bounds
         self.refusal_pace = RefusalPace()
+        self.tracing = tracing
         self._observe = observe
         self._refused = refused
-        self._tracing = tracing
         self._audit_log = audit_log
         self._check_rate = check_rate
 
@@ -95,7 +96,7 @@ class CallRules:
 
         If gRPC parsed requests, a parsing error would be answered with UNKNOWN and no reason.
         """
-        name, bounds, tracing = method.removeprefix(_PACKAGE), self.bounds, self._tracing
+        name, bounds, tracing = method.removeprefix(_PACKAGE), self.bounds, self.tracing
         check_rate = None if method in _RELEASES else self._check_rate
 
         def check_and_parse(message: bytes) -> Any:
@@ -139,8 +140,8 @@ class CallRules:
     def ended(self, method: str, code: str, began: float, context: Any) -> None:
         """Records the end of a call. `began`: its time on the clock of `time.monotonic`."""
         seconds, trace_id = time.monotonic() - began, None
-        if self._tracing is not None:
-            trace_id = self._tracing.call_ended(method, code, seconds, context)
+        if self.tracing is not None:
+            trace_id = self.tracing.call_ended(method, code, seconds, context)
         self._observe(method, code, seconds, trace_id)
         if self._audit_log is not None:
             self._audit_log.record_call(method, code)

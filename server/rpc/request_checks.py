@@ -1,6 +1,6 @@
 """Validation of request arguments, before the core is called.
 
-`RefusingBounds` has checked the sizes of all lists and texts before.
+The sizes of all lists and texts have been checked before the request was parsed.
 """
 
 from __future__ import annotations

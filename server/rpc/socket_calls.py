@@ -118,6 +118,8 @@ class SocketCallServer:
         if method is None:
             return _refusal(number, grpc.StatusCode.UNIMPLEMENTED, "there is no such method"), 0.0
         rules = self._rules
+        if rules.tracing is not None:
+            rules.tracing.record_request_id(None)  # the calls of a connection share a context
         began, code = time.monotonic(), "CANCELLED"  # unless the call ends otherwise
         try:
             if rules.authorize is not None:
@@ -126,9 +128,9 @@ class SocketCallServer:
             code = "OK"
         except Exception as error:  # noqa: BLE001 - an error of one call must not end the server
             refusal = rules.refusal_of(method.name, context, error)
-            code = refusal.code.name
             if refusal.reason == "UNAUTHENTICATED":
                 await rules.refusal_pace.wait()
+            code = refusal.code.name
             status = status_of(refusal.reason, refusal.message, refusal.retry_after)
             return pack_error(number, status), refusal.hold_back
         finally:

@@ -332,6 +332,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         remaining = options.deadline - self._runtime.now()
         if found.lease is not None and found.lease.pending and remaining > 0:
             found = replace(found, lease=await self._wait_ready(session, found.lease, remaining))
+        # The slots are those of these hits. Until they are read, other blocks may become ready.
         statuses, slots = found.statuses(), b""
         # Clients without the region could not use slots, so they learn none.
         if found.lease is not None and request.want_slots and session.writers:

@@ -67,7 +67,7 @@ class Tracing:
         self._trace = trace
 
     def record_request_id(self, request: Any) -> None:
-        """Records the engine's request id for the span of the running call."""
+        """Records the engine's request id for the span of the running call. None: not known."""
         _request_id.set(getattr(request, "request_id", ""))
 
     def call_ended(self, method: str, code: str, seconds: float, context: Any) -> str | None:
@@ -76,8 +76,6 @@ class Tracing:
         `method` is the gRPC name. Returns the trace id if the trace is recorded.
         """
         service, _, name = method.removeprefix("/").partition("/")
-        request_id = _request_id.get()
-        _request_id.set("")  # the next call over the same socket may be refused before it is parsed
         span = self._tracer.start_span(
             f"{service}/{name}",
             context=self._parent(context),
@@ -87,7 +85,7 @@ class Tracing:
         )
         if not span.is_recording():
             return None
-        if request_id:
+        if request_id := _request_id.get():
             span.set_attribute("kvtier.request_id", request_id)
         if code in ("INTERNAL", "UNKNOWN", "DATA_LOSS"):  # other codes are not errors of the server
             span.set_status(self._trace.StatusCode.ERROR)

@@ -178,9 +178,9 @@ SERVER_FAULTS = (
     ),
     Fault(
         "a refused call has the request id of an earlier call",
-        "server/telemetry/tracing.py",
-        '        _request_id.set("")  # the next call over the same socket may be refused before it is parsed\n',
-        "",
+        _SOCKETS,
+        "            rules.tracing.record_request_id(None)  # the calls of a connection share a context\n",
+        "            pass\n",
     ),
     Fault(
         "texts beyond their bound are parsed",

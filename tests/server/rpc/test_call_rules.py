@@ -12,6 +12,9 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from harness.polling import async_wait_until
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvtier.protos.error_reasons import STATUS_OF, reason_within, status_within
 from kvtier.protos.v1 import cache_pb2, cache_pb2_grpc, common_pb2
@@ -24,7 +27,7 @@ from kvtier.server.refused import Refused
 from kvtier.server.rpc.call_rules import CallRules
 from kvtier.server.rpc.interceptor import RefusalInterceptor
 from kvtier.server.rpc.slice_scheduler import SliceScheduler
-from kvtier.server.rpc.socket_calls import CallContext, SocketCallServer
+from kvtier.server.rpc.socket_calls import CallContext, SocketCallServer, _run_eagerly
 from kvtier.server.telemetry.tracing import Tracing
 from kvtier.tiers import errors
 
@@ -59,7 +62,8 @@ class RecordedTracing(Tracing):
         self._record = record
 
     def record_request_id(self, request: Any) -> None:
-        self._record.request_ids.append(request.request_id if hasattr(request, "request_id") else "")
+        if request is not None:
+            self._record.request_ids.append(getattr(request, "request_id", ""))
 
     def call_ended(self, method: str, code: str, seconds: float, context: Any) -> str | None:
         assert 0 <= seconds < 60
@@ -83,9 +87,11 @@ class Servicer(cache_pb2_grpc.CacheServiceServicer):
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
+        self.waits = True
 
     async def Lookup(self, _: object, __: object) -> cache_pb2.LookupResponse:  # noqa: N802
-        await asyncio.sleep(0)
+        if self.waits:
+            await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
         return cache_pb2.LookupResponse(statuses=CALLER.get().name.encode())
@@ -311,3 +317,60 @@ async def test_a_cancelled_call_is_recorded() -> None:
             await call(LOOKUP, REQUEST)
     assert [(code, trace) for _, code, trace in record.ended] == [("CANCELLED", "trace CANCELLED")]
     assert record.refused == []
+
+
+async def test_a_call_cancelled_before_its_refusal_is_recorded_as_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal of a caller without credentials waits, and the client may disconnect meanwhile."""
+
+    async def wait(_: object) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr("kvtier.server.rpc.in_flight_limits.RefusalPace.wait", wait)
+    servicer = Servicer()
+    async with over_sockets(servicer) as (call, record):
+        servicer.error = Refused("UNAUTHENTICATED", "no token")
+        with pytest.raises(asyncio.CancelledError):
+            await call(LOOKUP, REQUEST)
+    assert [code for _, code, _ in record.ended] == ["CANCELLED"]
+
+
+async def test_an_answer_that_is_no_message_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client gets INTERNAL, and the connection serves further calls."""
+
+    async def nothing(*_: object) -> None: ...
+
+    monkeypatch.setattr(Servicer, "ReleaseLease", nothing)
+    async with over_sockets(Servicer()) as (call, record):
+        assert reason_of(await call(RELEASE, RELEASED)) == "INTERNAL"
+        assert (await call(LOOKUP, REQUEST))[0] == 0
+    assert [code for _, code, _ in record.ended] == ["INTERNAL", "OK"]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_refused_call_has_no_request_id_of_an_earlier_call(*, waits: bool) -> None:
+    """The calls of a connection share a context. One that waits ends in the context of its task."""
+    spans = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    limited: list[bool] = []
+
+    def check_rate(_: bytes) -> None:
+        if limited:
+            raise Refused("RATE_LIMITED", "too many calls")
+
+    rules = CallRules(lambda *_: None, tracing=Tracing(provider), check_rate=check_rate)
+    server = SocketCallServer(rules, 1 << 20, Delaying(Record()))
+    servicer = Servicer()
+    servicer.waits = waits
+    cache_pb2_grpc.add_CacheServiceServicer_to_server(servicer, server)
+
+    async def call() -> None:
+        await server.call(1, LOOKUP.encode(), REQUEST, CallContext(OWNER))
+
+    for _ in range(2):
+        task = _run_eagerly(call(), lambda step, value: step(value))
+        if task is not None:
+            await task
+        limited.append(True)
+    ids = [dict(span.attributes or {}).get("kvtier.request_id") for span in spans.get_finished_spans()]
+    assert ids == ["r1", None]

@@ -116,7 +116,7 @@ async def test_the_watch_loop_survives_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(app, "_WATCH_SECONDS", 0.001)
     monkeypatch.setattr(app, "_log", Mock())
     backend, looked = Mock(), asyncio.Event()
-    backend.metrics.calls = 0
+    backend.metrics.calls.total = 0
     backend.runtime.now.return_value = 0.0
     backend.runtime.stats.side_effect = [ZeroDivisionError("planted"), *[stats()] * 1000]
     backend.access.refresh = lambda _: looked.set()
@@ -125,4 +125,5 @@ async def test_the_watch_loop_survives_an_error(monkeypatch: pytest.MonkeyPatch)
     await asyncio.wait_for(looked.wait(), 60)
     await async_wait_until(lambda: watch.done() or health._sent.get("") == SERVING)
     assert not watch.done()
+    backend.metrics.failed.assert_called_once_with("watch")
     watch.cancel()

@@ -19,16 +19,13 @@ from harness.payloads import key_of, namespace_of
 from harness.polling import stays, wait_until
 from harness.raw import RawSession
 from harness.traffic import PART, assert_stored, store
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvtier.client import Client
 from kvtier.protos.v1 import cache_pb2, common_pb2
 from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.server.config.loader import load
 from kvtier.server.config.schema import ConfigError, TracingConfig
-from kvtier.server.telemetry.tracing import Tracing, TracingError, open_tracing
+from kvtier.server.telemetry.tracing import TracingError, open_tracing
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
@@ -103,19 +100,6 @@ def test_tier_jobs_and_local_calls_start_traces(tmp_path: Path) -> None:
         calls = [span for span in found.spans if span.name == "kvtier.v1.CacheService/CompleteStore"]
         assert calls
         assert not any(span.parent_id or span.failed for span in [*jobs, *calls])
-
-
-def test_a_refused_call_has_no_request_id_of_an_earlier_call() -> None:
-    """Calls over one socket share a context, and a call may be refused before it is parsed."""
-    spans = InMemorySpanExporter()
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    tracing = Tracing(provider)
-    tracing.record_request_id(cache_pb2.LookupRequest(request_id="first"))
-    for code in ("OK", "INVALID_ARGUMENT"):
-        tracing.call_ended("/kvtier.v1.CacheService/Lookup", code, 0.0, None)
-    ids = [dict(span.attributes or {}).get("kvtier.request_id") for span in spans.get_finished_spans()]
-    assert ids == ["first", None]
 
 
 def test_an_exemplar_names_the_trace(tmp_path: Path) -> None:
