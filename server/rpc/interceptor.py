@@ -1,4 +1,4 @@
-"""Interceptor of every call over gRPC: applies the rules of calls, the limits of gRPC, and turns."""
+"""Interceptor of calls over gRPC: applies the rules of calls, the limits of gRPC, and turns."""
 
 from __future__ import annotations
 

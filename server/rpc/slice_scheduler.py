@@ -61,8 +61,8 @@ class _Siblings:
         """The most used of the active shares."""
         self.last: _Share | None = None
         self.last_at = self.before_at = float("-inf")
-        """Time of the last use of the loop: by any share, and by any share other than `last`. So the
-        last use by others is `before_at` for `last`, and `last_at` for every other share."""
+        """Time of the last use of the loop: by any share, and by any share other than `last`. So
+        the last use by others is `before_at` for `last`, and `last_at` for every other share."""
 
 
 class _Share:

@@ -320,7 +320,7 @@ async def test_a_cancelled_call_is_recorded() -> None:
 
 
 async def test_a_call_cancelled_before_its_refusal_is_recorded_as_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusal of a caller without credentials waits, and the client may disconnect meanwhile."""
+    """The refusal of a caller without a credential waits. The client may disconnect meanwhile."""
 
     async def wait(_: object) -> None:
         raise asyncio.CancelledError
