@@ -74,7 +74,7 @@ class SocketCallServer:
         self._rules = rules
         self._methods: dict[bytes, _Method] = {}
 
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]) -> None:
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         """Registers the methods of a service; the generated code calls this."""
         for name, handler in handlers.items():
             if handler.unary_unary is not None:
