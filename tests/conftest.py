@@ -62,6 +62,21 @@ def pytest_handlecrashitem(report: Any) -> None:
         file.unlink()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Excludes the collected tests and the imported modules from garbage collections.
+
+    They stay until the end. A collection would visit these millions of objects each time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def use_long_timeouts() -> Iterator[None]:
     """Gives clients long default time-outs; a test of a deadline sets its own."""
@@ -107,5 +122,5 @@ def no_leaks() -> Iterator[None]:
         left = {what: sorted((count() - before[what]).elements()) for what, count in watched.items()}
         if not any(left.values()):
             return
-        gc.collect()  # only now, because it takes a quarter of a second if torch is loaded
+        gc.collect()
     pytest.fail(f"left behind: {left}")
