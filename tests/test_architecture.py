@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 import import_graph
 import pytest
-from import_graph import MAY_IMPORT, ROOT, Module, imports_of
+from import_graph import MAY_IMPORT, ROOT, Module
 
 NEVER = {
     "tiers": {"grpc", "google", "torch"},
@@ -52,6 +53,9 @@ FOREIGN_PRIVATE = {
 }
 """Private names of other libraries that tests use."""
 
+NAMES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Attribute, ast.Name, ast.alias)
+"""The nodes that use or define a name."""
+
 HEAVY = {"numpy", "torch", "transformers", "vllm"}
 """Packages that the server may not load at start: it is ready within 1 s and below 100 MB."""
 
@@ -60,15 +64,20 @@ def _module(name: str, source: str) -> Module:
     return Module(name, name.removeprefix("kvtier.").replace(".", "/") + ".py", source)
 
 
+@cache
+def package() -> dict[str, Module]:
+    """Returns the modules of the package, which are read and parsed once."""
+    return import_graph.read_modules(ROOT)
+
+
 def product() -> dict[str, Module]:
     """Returns the modules of the package, generated stubs excepted."""
-    modules = import_graph.read_modules(ROOT)
-    return {name: module for name, module in modules.items() if not name.startswith(import_graph.GENERATED)}
+    return {name: module for name, module in package().items() if not name.startswith(import_graph.GENERATED)}
 
 
 def forbidden_imports(module: Module) -> Iterator[str]:
     """Yields absolute imports of kvtier, and packages that the folder may never import."""
-    for item in imports_of(module.source, module.name, is_package=module.is_package):
+    for item in module.imports:
         package = item.target.split(".")[0]
         if package == "kvtier" and not item.relative:
             yield f"{module.path}:{item.line}: import {item.target} relatively"
@@ -92,7 +101,7 @@ def heavy_at_start(modules: dict[str, Module], entries: set[str]) -> list[str]:
         if module.name in seen:
             continue
         seen.add(module.name)
-        for item in imports_of(module.source, module.name, is_package=module.is_package):
+        for item in module.imports:
             if not item.at_start:
                 continue
             if item.target.split(".")[0] in HEAVY:
@@ -106,7 +115,7 @@ def impure_imports(module: Module, core: str) -> list[str]:
     """Returns imports of a core that are neither pure modules nor packages that it may know."""
     return [
         f"{module.path}:{item.line}: {item.target}"
-        for item in imports_of(module.source, module.name, is_package=module.is_package)
+        for item in module.imports
         if item.target.split(".")[0] not in PURE
         and (
             not f"{item.target}.".startswith(tuple(f"{known}." for known in CORES[core]))
@@ -115,15 +124,15 @@ def impure_imports(module: Module, core: str) -> list[str]:
     ]
 
 
-def private_uses(tree: ast.Module) -> set[str]:
+def private_uses(nodes: Iterable[ast.AST]) -> set[str]:
     """Returns the private attributes that a module reads or calls."""
-    uses = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    uses = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     return {name for name in uses if name.startswith("_") and not name.startswith("__")}
 
 
-def definitions(tree: ast.Module) -> Iterator[str]:
+def definitions(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yields the names that a module assigns, defines or imports."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield name
@@ -136,22 +145,21 @@ def definitions(tree: ast.Module) -> Iterator[str]:
                 yield alias or name
 
 
-def parsed(folders: Iterable[str]) -> dict[str, ast.Module]:
-    """Returns the modules of folders by their paths."""
-    paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    return {f"{path.relative_to(ROOT)}": ast.parse(path.read_text()) for path in paths}
+def nodes_of(source: str) -> list[ast.AST]:
+    """Returns the nodes of a module that use or define a name."""
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, NAMES)]
 
 
 def test_top_level_folders_import_only_what_they_may() -> None:
     """The arrows are those of docs/architecture.md; nothing imports the server."""
-    modules = import_graph.read_modules(ROOT)
+    modules = package()
     assert {module.folder for module in modules.values()} == {"", *MAY_IMPORT}
     assert import_graph.against_the_arrows(import_graph.arrows_of(modules)) == []
 
 
 def test_no_import_cycles() -> None:
     """Neither between files nor between folders, functions and `TYPE_CHECKING` included."""
-    arrows = import_graph.arrows_of(import_graph.read_modules(ROOT))
+    arrows = import_graph.arrows_of(package())
     assert import_graph.file_cycles(arrows) == []
     assert import_graph.folder_cycles(arrows) == []
 
@@ -227,7 +235,7 @@ def test_a_core_is_pure(core: str) -> None:
 def test_plain_modules_load_no_protobuf(name: str) -> None:
     """They import the standard library only. Those that a core uses are pure."""
     module = product()[name]
-    assert {item.target.split(".")[0] for item in imports_of(module.source, name)} <= sys.stdlib_module_names
+    assert {item.target.split(".")[0] for item in module.imports} <= sys.stdlib_module_names
     if name in (BACKOFF, VALUES):
         assert impure_imports(module, "kvtier.tiers.core") == []
 
@@ -244,17 +252,20 @@ def test_a_planted_impurity_is_found(line: str, core: str) -> None:
 
 def test_private_names_of_tests_exist() -> None:
     """Fails also for tests that run late, such as those of engines, if a name has changed."""
-    tests = parsed(["tests"])
-    known = set(FOREIGN_PRIVATE)
-    for tree in (parsed([*MAY_IMPORT, "bench", "examples", "tools"]) | tests).values():
-        known.update(definitions(tree))
-    assert not {f"{path}: {name}" for path, tree in tests.items() for name in private_uses(tree) - known}
+    known, uses = set(FOREIGN_PRIVATE), {}
+    for folder in (*MAY_IMPORT, "bench", "examples", "tools", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            nodes = nodes_of(path.read_text())
+            known.update(definitions(nodes))
+            if folder == "tests":
+                uses[path.relative_to(ROOT)] = private_uses(nodes)
+    assert not {f"{path}: {name}" for path, names in uses.items() for name in names - known}
 
 
 def test_a_planted_private_name_is_found() -> None:
-    tree = ast.parse("self._a = _b = x._c = y\ndef _e(): ...\nfrom m import _f, g as _h\n")
-    assert private_uses(tree) - set(definitions(tree)) == {"_c"}
-    assert {"_b", "_e", "_f", "_h"} <= set(definitions(tree))
+    nodes = nodes_of("self._a = _b = x._c = y\ndef _e(): ...\nfrom m import _f, g as _h\n")
+    assert private_uses(nodes) - set(definitions(nodes)) == {"_c"}
+    assert {"_b", "_e", "_f", "_h"} <= set(definitions(nodes))
 
 
 def test_offloading_does_not_know_the_hand_off() -> None:

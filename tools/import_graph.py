@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,6 +89,10 @@ class Module:
         """Top-level folder of the module; empty for the `__init__.py` of the root."""
         return self.path.partition("/")[0] if "/" in self.path else ""
 
+    @cached_property
+    def imports(self) -> tuple[Import, ...]:
+        return tuple(imports_of(self.source, self.name, is_package=self.is_package))
+
 
 @dataclass(frozen=True)
 class Arrow:
@@ -144,7 +149,7 @@ def arrows_of(modules: Mapping[str, Module]) -> list[Arrow]:
     """
     found = []
     for module in modules.values():
-        for item in imports_of(module.source, module.name, is_package=module.is_package):
+        for item in module.imports:
             target = modules.get(item.target) or modules.get(item.target.rpartition(".")[0])
             if target is not None and target != module:
                 found.append(Arrow(module, target, item.line, item.at_start))
