@@ -31,20 +31,24 @@ REASONS = {
 MODULES = {"binascii", "hashlib", "xxhash", "zlib"}
 LONG = {"sha256", "sha384", "sha512", "sha3_256", "blake2b", "file_digest", "xxh3_128", "xxh3_128_digest", "xxh128"}
 SIZES = {"TENANT_TAG_BYTES": 16, "NAMESPACE_BYTES - TENANT_TAG_BYTES": 16, "_TAG_BYTES": 16}
+WORDS = {*MODULES, "digest", "hash"}
+"""A module without any of these words has no hash."""
 NO_HASH = {"Error", "a2b_hex", "b2a_base64", "compress", "decompress", "hexlify", "unhexlify"}
 
 
 def short_hashes(source: str) -> list[str]:
     """Returns the expressions of a module that compute a hash of fewer than 16 bytes."""
-    tree = ast.parse(source)
+    if not any(word in source for word in WORDS):
+        return []
+    nodes = list(ast.walk(ast.parse(source)))
     functions = {
         alias.asname or alias.name
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ImportFrom) and node.module in MODULES
         for alias in node.names
         if alias.name not in NO_HASH
     }
-    return [ast.unparse(node) for node in ast.walk(tree) if _is_short(node, functions)]
+    return [ast.unparse(node) for node in nodes if _is_short(node, functions)]
 
 
 def _is_short(node: ast.AST, functions: set[str]) -> bool:
