@@ -52,19 +52,25 @@ def damaging(self, blocks):
     return outcomes
 DiskTier.load = damaging
 """
-MODULES = {"memory": "calls", "any number": "calls"}
-PLANTS = {
-    "calls": (CALLS, "planted"),
-    "any number": (ANY_NUMBER, "the server sends a frame of call"),
-    "memory": ("module._MOST_GROWTH = -(1 << 40)", "MiB of memory"),
-    "parsers": (PARSERS, "IndexError"),
-    "disks": (DISKS, "other bytes than were stored"),
+TARGETS = {
+    "calls": ("calls", "Calls"),
+    "memory": ("calls", "Memory"),
+    "parsers": ("parsers", "Parsers"),
+    "disks": ("disks", "Disks"),
 }
+"""For each target, its module and its class."""
+PLANTS = {
+    "calls": ("calls", CALLS, "planted"),
+    "any number": ("calls", ANY_NUMBER, "the server sends a frame of call"),
+    "memory": ("memory", "module._MOST_GROWTH = -(1 << 40)", "MiB of memory"),
+    "parsers": ("parsers", PARSERS, "IndexError"),
+    "disks": ("disks", DISKS, "other bytes than were stored"),
+}
+"""For each defect, the target that finds it, the code that plants it, and a part of the error."""
 
 
 def run(name: str, plant: str = "") -> subprocess.CompletedProcess[str]:
-    module = MODULES.get(name, name)
-    target = "Memory" if name == "memory" else module.capitalize()
+    module, target = TARGETS[name]
     code = RUN.format(module=module, target=target, plant=plant)
     root = Path(__file__).resolve().parents[1]
     environment = {"PYTHONPATH": f"{root / 'src'}:{root / 'tests'}", "PATH": "/usr/bin:/bin"}
@@ -73,16 +79,15 @@ def run(name: str, plant: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize("name", TARGETS)
 def test_the_seeds_pass(name: str) -> None:
     """Valid input is answered, and nothing of it is kept."""
     done = run(name)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("name", PLANTS)
-def test_a_planted_defect_is_found(name: str) -> None:
-    plant, wanted = PLANTS[name]
+@pytest.mark.parametrize(("name", "plant", "wanted"), PLANTS.values(), ids=PLANTS)
+def test_a_planted_defect_is_found(name: str, plant: str, wanted: str) -> None:
     done = run(name, plant)
     assert done.returncode != 0
     assert wanted in done.stderr
