@@ -237,8 +237,10 @@ def test_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_digests_are_equal_in_each_process() -> None:
-    """Sets have another order in each process."""
+    """Sets have another order in each process. No setting is of torch, whose import takes seconds."""
     code = (
+        "import sys, types\n"
+        "sys.modules['torch'] = types.SimpleNamespace(dtype=types.ModuleType, device=types.ModuleType)\n"
         "from kvtier.client.engines.settings import *\n"
         "settings = {'s': {'a', 'b', 'c', ('d', 1)}, 'f': NeutralSettings, 'n': float('nan')}\n"
         "print(digest_of_settings(plain_settings(settings, NeutralSettings({}))))"
