@@ -54,6 +54,9 @@ PHRASES = {
     "outside path": r"\.\./shared|/work/\w+|/tmp/rf\b",
     "issue number": r"(?i:issues? #?\d+)|(?i:in #\d+)",
 }
+_EXACT = {name: rf"(?<![\w-])(?:{phrase.replace(' ', _GAP)})(?!\w)" for name, phrase in PHRASES.items()}
+# Most files have no phrase. One search for all takes a seventh of the time of one search for each.
+_ANY = re.compile(rf"(?<![\w-])(?=[\w./])(?:{'|'.join(_EXACT.values())})")
 _CITATION = re.compile(r"\bB\d+\.\d+\b")
 _LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\((?![a-z]+:|#)([^)\s#]+)[^)\s]*\)")
 _FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
@@ -82,12 +85,13 @@ def _prose(suffix: str, text: str) -> Iterator[tuple[int, str]]:
 def findings(path: str, root: Path = ROOT) -> Iterator[tuple[int, str, str]]:
     """Yields line, name and text of each finding in a file of UTF-8. `path` is relative to `root`."""
     text = (root / path).read_text()
-    for name, phrase in PHRASES.items():
-        for match in re.finditer(rf"(?<![\w-])(?:{phrase.replace(' ', _GAP)})(?!\w)", text):
+    for name, phrase in _EXACT.items() if _ANY.search(text) else ():
+        for match in re.finditer(phrase, text):
             yield text.count("\n", 0, match.start()) + 1, name, " ".join(match[0].split())
     behaviour = root / "docs/behaviour.md"
-    known = _CITATION.findall(behaviour.read_text()) if behaviour.exists() else _CITATION.findall(text)
-    for match in _CITATION.finditer(text):
+    cited = list(_CITATION.finditer(text))
+    known = _CITATION.findall(behaviour.read_text() if cited and behaviour.exists() else text)
+    for match in cited:
         if match[0] not in known:
             yield text.count("\n", 0, match.start()) + 1, "unknown behaviour", match[0]
     suffix = Path(path).suffix

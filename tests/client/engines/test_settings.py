@@ -237,7 +237,7 @@ def test_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_digests_are_equal_in_each_process() -> None:
-    """Sets have another order in each process. No setting is of torch, whose import takes seconds."""
+    """Sets have another order in each process. Torch, which takes seconds, has no setting here."""
     code = (
         "import sys, types\n"
         "sys.modules['torch'] = types.SimpleNamespace(dtype=types.ModuleType, device=types.ModuleType)\n"
