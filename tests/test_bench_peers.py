@@ -86,25 +86,29 @@ def test_the_table_names_every_column_and_row(tmp_path: Path) -> None:
     assert "figures are missing" not in text
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("Forgetful", "block 63 differs from the stored bytes"),
-        ("Liar", "8192 keys hit instead of 0"),
-        ("Absent", "it is not installed"),
-        ("Dying", "the process of Dying ended"),
-        ("Refusing", "no room"),
-        ("NotThere", "has no attribute 'NotThere'"),
-    ],
-)
-def test_a_failed_peer_names_the_cause(tmp_path: Path, name: str, reason: str) -> None:
-    """Wrong bytes, a wrong answer, a dead process, a missing part: the column names the cause."""
-    columns = played(tmp_path, name, "Another")
-    assert [column.absent for column in (columns[0], columns[2])] == [None, None]
-    assert columns[1].absent is not None
-    assert reason in columns[1].absent
-    assert all(block_bytes in columns[2].movement for block_bytes, _ in SMALL.rounds)
-    assert f"{name}: figures are missing: {columns[1].absent}" in shown(columns)
+REASONS = {
+    "Forgetful": "block 63 differs from the stored bytes",
+    "Liar": "8192 keys hit instead of 0",
+    "Absent": "it is not installed",
+    "Dying": "the process of Dying ended",
+    "Refusing": "no room",
+    "NotThere": "has no attribute 'NotThere'",
+}
+
+
+def test_failed_peers_name_the_cause(tmp_path: Path) -> None:
+    """Wrong bytes, a wrong answer, a dead process, a missing part: the column names the cause.
+
+    The columns before and after them have their figures.
+    """
+    first, *failed, last = played(tmp_path, *REASONS, "Another")
+    assert (first.absent, last.absent) == (None, None)
+    assert all(block_bytes in last.movement for block_bytes, _ in SMALL.rounds)
+    text = shown([first, *failed, last])
+    for column, (name, reason) in zip(failed, REASONS.items(), strict=True):
+        assert column.absent is not None
+        assert reason in column.absent
+        assert f"{name}: figures are missing: {column.absent}" in text
 
 
 def test_an_environment_that_is_not_installed(tmp_path: Path) -> None:
