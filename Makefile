@@ -58,7 +58,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .PHONY: help demo demo-fleet demo-router test test-long test-engines test-sglang test-remote test-web test-gpu test-deploy \
   simulate mutate stress fuzz bench bench-engine bench-peers bench-remote bench-proxy bench-gpu bench-traces trace \
-  verify verify-style verify-language verify-tree verify-faults verify-steps verify-generated verify-types verify-protos fix generate docs docs-reference \
+  verify verify-style verify-language verify-tree verify-faults verify-steps verify-generated verify-types verify-mypy verify-pyright verify-protos fix generate docs docs-reference \
   requirements dist clean
 
 help:  ## List the targets
@@ -168,7 +168,10 @@ trace:
 ##@ Change the code
 
 verify: $(VENV)/.stamp $(PROTOC)/.stamp  ## Check style, types, the wire contract and the steps per call; changes no file
-	$(MAKE) --no-print-directory --keep-going verify-style verify-language verify-tree verify-faults verify-steps verify-generated verify-types verify-protos
+	@failed=0; \
+	$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync verify-types verify-faults verify-language verify-tree verify-style verify-generated verify-protos || failed=1; \
+	$(MAKE) --no-print-directory verify-steps || failed=1; \
+	exit $$failed
 
 verify-style: $(VENV)/.stamp
 	$(VENV)/bin/ruff format --check .
@@ -184,15 +187,19 @@ verify-tree: $(VENV)/.stamp
 verify-faults: $(VENV)/.stamp
 	$(VENV)/bin/python -m pytest -q -p no:cacheprovider tests/test_architecture.py tests/test_mutation.py tests/tiers/test_simulation_mutants.py -k 'architecture or can_be_planted or can_still_be_planted'
 
-# Counts, not times: a busy machine changes them by a few percent only.
+# Counts, not times: a busy machine changes them by a few percent only. `make verify` runs it alone.
 verify-steps: $(VENV)/.stamp
 	$(VENV)/bin/python -m bench.steps --check
 
 verify-generated: $(VENV)/.stamp
 	$(VENV)/bin/python tools/generate_sync.py --check
 
-verify-types: $(VENV)/.stamp
+verify-types: verify-mypy verify-pyright
+
+verify-mypy: $(VENV)/.stamp
 	$(VENV)/bin/mypy
+
+verify-pyright: $(VENV)/.stamp
 	$(VENV)/bin/pyright
 
 verify-protos: $(PROTOC)/.stamp
