@@ -41,15 +41,6 @@ def test_leaks_are_found(
     pytester.runpytest_subprocess("-p", "no:asyncio").assert_outcomes(passed=3, errors=2)
 
 
-def test_collected_tests_are_excluded_from_garbage_collections(request: pytest.FixtureRequest) -> None:
-    """Objects that a test makes are not."""
-    made = [request]
-    visited = {id(found) for found in gc.get_objects()}
-    assert gc.isenabled()
-    assert id(made) in visited
-    assert id(request.node) not in visited
-
-
 class Finalized:
     """A cycle that the garbage collector ends, as a stream of gRPC that a test left behind."""
 
@@ -75,3 +66,12 @@ def test_an_interrupt_does_not_reach_finalizers_of_garbage() -> None:
     finally:
         gc.set_threshold(*thresholds)
     assert own > 0
+
+
+def test_collected_tests_are_excluded_from_garbage_collections(request: pytest.FixtureRequest) -> None:
+    """Objects that a test makes are not."""
+    made = [request]
+    visited = {id(found) for found in gc.get_objects()}
+    assert gc.isenabled()
+    assert id(made) in visited
+    assert id(request.node) not in visited
