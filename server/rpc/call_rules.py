@@ -21,7 +21,7 @@ from ..telemetry.logs import get_logger
 from ..telemetry.tracing import Tracing
 from .in_flight_limits import RefusalPace
 
-__all__ = ["CallRules", "Refusal", "session_id_of"]
+__all__ = ["CallRules", "CallRefusal", "session_id_of"]
 
 _log = get_logger(__name__)
 
@@ -47,7 +47,7 @@ _RELEASES = frozenset(
 """Methods that release slots or pins. Their handlers permit some calls above the rate limit."""
 
 
-class Refusal(NamedTuple):
+class CallRefusal(NamedTuple):
     """Answer to a call that was refused or has failed."""
 
     code: grpc.StatusCode
@@ -117,7 +117,7 @@ class CallRules:
 
         return check_and_parse
 
-    def refusal_of(self, method: str, context: Any, error: Exception) -> Refusal:
+    def refusal_of(self, method: str, context: Any, error: Exception) -> CallRefusal:
         """Counts a refusal or failure of a call, and returns the answer.
 
         Removes the traceback of the error: its frames refer to the request, and gRPC keeps the
@@ -135,7 +135,7 @@ class CallRules:
             audited = error.audit_reason if isinstance(error, Refused) else reason
             self._audit_log.record_refusal(method, context, audited)
         retry_after, hold_back = (error.retry_after, error.hold_back) if isinstance(error, Refused) else (None, 0.0)
-        return Refusal(STATUS_OF[reason], reason, message, retry_after, min(hold_back, _MAX_DELAY_SECONDS))
+        return CallRefusal(STATUS_OF[reason], reason, message, retry_after, min(hold_back, _MAX_DELAY_SECONDS))
 
     def ended(self, method: str, code: str, began: float, context: Any) -> None:
         """Records the end of a call. `began`: its time on the clock of `time.monotonic`."""
