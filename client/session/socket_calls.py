@@ -52,6 +52,7 @@ __all__ = [
 
 _CONNECT_SECONDS = 2.0
 _AVOID_SECONDS = 5.0
+_SUCCESS = b"\0"
 _ANSWER_BYTES = 64 << 10
 """Bytes that are received together with the head of an answer. Most answers are shorter."""
 MAX_IDLE = 8
@@ -126,8 +127,8 @@ class SocketPool(ForkGuarded):
         self.target = target
         self._purpose = purpose
         self._idle: list[Connection] = []
-        self._busy: WeakSet[Connection] = WeakSet()
-        """Python closes a connection that an interrupted caller did not `put`."""
+        self._open: WeakSet[Connection] = WeakSet()
+        """Idle and busy ones. Python closes one that an interrupted caller did not `put`."""
         self._connecting: set[Connection] = set()
         """Connections whose hello the server has not answered yet."""
         self._lock = threading.Lock()
@@ -150,14 +151,12 @@ class SocketPool(ForkGuarded):
                 if self._closed:
                     raise SessionLost("the session has ended")
                 connection = self._idle.pop() if self._idle else None
-                if connection is not None:
-                    self._busy.add(connection)
             if connection is None:
                 return self._connect(min(seconds, _CONNECT_SECONDS))
             # An idle connection is readable only if the server has closed it.
             if not connection.is_readable():
                 return connection
-            self.put(connection, intact=False)
+            connection.close()
 
     def _connect(self, seconds: float) -> Connection:
         opened: list[Connection] = []
@@ -172,7 +171,7 @@ class SocketPool(ForkGuarded):
         try:
             connection = self.target.connect(self._purpose, seconds, on_open)
             with self._lock:
-                self._busy.add(connection)
+                self._open.add(connection)
                 closed = self._closed
         finally:
             with self._lock:
@@ -185,7 +184,6 @@ class SocketPool(ForkGuarded):
     def put(self, connection: Connection, *, intact: bool) -> None:
         """Returns a connection to the pool. `intact`: its last answer was read completely."""
         with self._lock:
-            self._busy.discard(connection)
             if intact and not self._closed and len(self._idle) < MAX_IDLE:
                 self._idle.append(connection)
                 return
@@ -273,7 +271,7 @@ class SocketCalls(SocketPool):
         """Closes all connections; calls in progress end with `SessionLost`."""
         super().close()
         with self._lock:
-            busy = list(self._busy)
+            busy = list(self._open)
             callbacks, self._close_callbacks = self._close_callbacks, []
         for connection in busy:
             connection.shutdown()
@@ -343,16 +341,17 @@ def answer_length(head: bytes, number: int, most: int = MAX_ANSWER_BYTES) -> int
         length, kind, answered = 0, None, number
     if kind is not FrameKind.ANSWER or length > most:
         raise ServerError("the server does not send an answer of the socket protocol")
-    check_number(answered, number)
+    if answered != number:
+        check_number(answered, number)  # raises
     return length
 
 
 def message_of(body: bytes) -> bytes:
     """Returns the message of an answer, or raises the `KVTierError` that the answer carries."""
+    if body[:1] == _SUCCESS:
+        return body[1:]
     try:
         code, message = unpack_answer(body)
-        if not code:
-            return message
         status = status_pb2.Status.FromString(message)
     except (ValueError, DecodeError) as error:
         raise ServerError(f"not an answer of kvtier: {error}") from None

@@ -11,7 +11,7 @@ import ssl
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import xxhash
@@ -53,6 +53,9 @@ class Connection:
     def __init__(self, sock: socket.socket, idle_seconds: float | None = None) -> None:
         """`idle_seconds` limits each wait of a connection without a deadline."""
         self.socket = sock
+        # `select` would fail for descriptors above 1023, which engines reach.
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
         self._idle_seconds = idle_seconds
         self._deadline: float | None = None
         self._limits: dict[int, float] = {}
@@ -75,7 +78,7 @@ class Connection:
 
     def send(self, pieces: Sequence[bytes | memoryview]) -> None:
         """Sends all bytes of all pieces."""
-        left = [memoryview(piece) for piece in pieces]
+        left = list(map(_view, pieces))
         while left:
             self._prepare_wait(socket.SO_SNDTIMEO)
             sent = self.socket.sendmsg(left[:_MAX_PIECES])
@@ -120,10 +123,7 @@ class Connection:
 
     def is_readable(self) -> bool:
         """Returns whether bytes, or the end of the connection, have arrived."""
-        # `select` would fail for descriptors above 1023, which engines reach.
-        poll = select.poll()
-        poll.register(self.socket, select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(self._poll.poll(0))
 
     def shutdown(self) -> None:
         """Ends the connection, and calls of other threads that wait for it."""
@@ -267,6 +267,8 @@ class TlsConnection(Connection):
             raise ConnectionResetError(_CLOSED)
         self._incoming.write(self._buffer[:received])
 
+
+_view: Callable[[bytes | memoryview], memoryview] = memoryview
 
 _ADDRESS_SPACE = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast("B")
 """View of all addresses. Slicing it is much faster than making a ctypes array."""

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -118,30 +119,26 @@ ON_BOTH = pytest.mark.parametrize("server", [socket.AF_UNIX, socket.AF_INET], id
 IN_LOOP = pytest.mark.parametrize("in_loop", [False, True], ids=["sync", "aio"])
 
 
-class RecordedSocket:
-    """A socket that records which of its methods are called. `select.poll` calls `fileno`."""
+class Recorded:
+    """An object that records which of its methods are called."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self.used: list[str] = []
+    def __init__(self, recorded: object, used: list[str]) -> None:
+        self._recorded = recorded
+        self._used = used
 
     def __getattr__(self, name: str) -> Any:
-        self.used.append(name)
-        return getattr(self._sock, name)
-
-
-def record(calls: SocketCalls) -> RecordedSocket:
-    [connection] = calls._idle
-    recorded: Any = RecordedSocket(connection.socket)
-    connection.socket = recorded
-    return recorded
+        self._used.append(name)
+        return getattr(self._recorded, name)
 
 
 def recorded_call(calls: SocketCalls, message: bytes) -> list[str]:
+    """Returns the system calls of a call."""
     assert calls.call("x/y", message, SOON) == message
-    recorded = record(calls)
+    used: list[str] = []
+    connection: Any = calls._idle[0]
+    connection.socket, connection._poll = Recorded(connection.socket, used), Recorded(connection._poll, used)
     assert calls.call("x/y", message, SOON) == message
-    return recorded.used
+    return used
 
 
 @ON_BOTH
@@ -151,7 +148,7 @@ def test_a_call_has_three_system_calls(calls: SocketCalls, nbytes: int, received
 
     A large answer needs one more, because its length is not known before.
     """
-    assert recorded_call(calls, bytes(nbytes)) == ["fileno", "sendmsg", *received]
+    assert recorded_call(calls, bytes(nbytes)) == ["poll", "sendmsg", *received]
 
 
 def test_a_call_over_tls_has_three_system_calls(tmp_path: Path) -> None:
@@ -183,7 +180,7 @@ def test_a_call_over_tls_has_three_system_calls(tmp_path: Path) -> None:
         # Behind the handshake the server sends session tickets. The answer to a hello follows them.
         assert client.read(5) == b"hello"
         calls.put(client, intact=True)
-        assert recorded_call(calls, b"message") == ["fileno", "sendmsg", "recv_into"]
+        assert recorded_call(calls, b"message") == ["poll", "sendmsg", "recv_into"]
         big = bytes(BIG)
         assert calls.call("x/y", big, SOON) == big
         calls.close()
@@ -249,6 +246,17 @@ def test_a_call_that_was_sent_in_part_fails(server: Server, calls: SocketCalls) 
     with pytest.raises(SessionLost):
         calls.call("x/y", bytes(LARGE_REQUEST), SOON)
     assert (server.executed, calls._idle) == ([], [])
+
+
+@ON_BOTH
+def test_a_close_ends_calls_in_progress(server: Server, calls: SocketCalls) -> None:
+    """Although the server does not answer, and the deadline is far away."""
+    server.scripts = [lambda server, connection: (server.call(connection), connection.read(1))]
+    with ThreadPoolExecutor(1) as executor:
+        called = executor.submit(calls.call, "x/y", b"one", 3600.0)
+        wait_until(lambda: server.executed == [b"one"])
+        calls.close()
+        assert isinstance(called.exception(SOON), SessionLost)
 
 
 @pytest.mark.parametrize("error", [TimeoutError, BrokenPipeError])
@@ -374,4 +382,4 @@ def test_an_interrupt_at_any_line_never_mixes_answers(server: Server, calls: Soc
             break
     assert 30 < event < 999
     assert not calls._lock.locked()
-    assert not list(calls._busy)
+    assert list(calls._open) == calls._idle

@@ -181,6 +181,9 @@ class SlowSocket:
         self.now, self.sent, self.limits = 100.0, bytearray(), list[int]()
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
+    def fileno(self) -> int:
+        return 0
+
     def setsockopt(self, _level: int, _option: int, value: bytes) -> None:
         self.limits.append(int.from_bytes(value[:8], "little"))
 
