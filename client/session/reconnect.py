@@ -118,7 +118,8 @@ class SessionConnection(ForkGuarded):
         self._call_timeout = call_timeout
         self._credentials = credentials
         self._changed = threading.Condition()
-        self._session: ClientSession | None = None
+        self.latest: ClientSession | None = None
+        """The session, which may have ended; None after the end of an attempt to connect."""
         self._error: KVTierError | None = None
         self._closing = threading.Event()
         self._capabilities_call: Any = None
@@ -131,7 +132,7 @@ class SessionConnection(ForkGuarded):
 
     @property
     def session(self) -> ClientSession | None:
-        session = self._session
+        session = self.latest
         return None if session is None or session.ended else session
 
     def wait(self, seconds: float, *, patient: bool = False) -> ClientSession:
@@ -141,12 +142,12 @@ class SessionConnection(ForkGuarded):
         there is no session, raises `KVTierError`: the error of the failed attempt, if an attempt
         failed.
         """
-        session = self.session
-        if session is not None:
+        session = self.latest
+        if session is not None and not session.ended:
             return session
         check_seconds("timeout", seconds)
         with self._changed:
-            # An ended session stays in `_session` until the connection thread sets `_error`.
+            # An ended session stays in `latest` until the connection thread sets `_error`.
             self._changed.wait_for(lambda: self._is_decided(patient=patient), seconds)
             session = self.session
             if session is not None:
@@ -154,7 +155,7 @@ class SessionConnection(ForkGuarded):
             if self._closing.is_set():
                 raise NotConnected("the client is closed")
             if self._error is None:
-                raise NotConnected("the session has ended" if self._session else "no server has answered yet")
+                raise NotConnected("the session has ended" if self.latest else "no server has answered yet")
             # A copy for each caller, because raising an exception adds stack frames to it.
             raise copy.copy(self._error)
 
@@ -164,14 +165,14 @@ class SessionConnection(ForkGuarded):
             return True
         if patient:
             return self._error is not None and self._error.permanent
-        return self._error is not None or self._session is not None
+        return self._error is not None or self.latest is not None
 
     def invalidate(self, session: ClientSession) -> None:
         """Ends a session that the server no longer knows; the client then reconnects."""
         session.end()
         with self._changed:
             # `_heartbeats` may already belong to a newer session, which must continue.
-            heartbeats = self._heartbeats if self._session is session else None
+            heartbeats = self._heartbeats if self.latest is session else None
         if heartbeats is not None:
             heartbeats.cancel()
 
@@ -306,14 +307,14 @@ class SessionConnection(ForkGuarded):
     def _set_session(self, session: ClientSession) -> None:
         _log.info("kvtier: session open, transport %s (%s)", session.transport, session.transport_reason)
         with self._changed:
-            self._session = session
+            self.latest = session
             self._error = None
             self._changed.notify_all()
 
     def _retire(self, session: ClientSession) -> None:
         session.end()
         with self._changed:
-            self._session = None
+            self.latest = None
             self._error = NotConnected("the session has ended; connecting again")
         if not self._closing.is_set():
             _log.warning("kvtier: session lost, connecting again")
@@ -321,7 +322,7 @@ class SessionConnection(ForkGuarded):
     def _report(self, error: KVTierError) -> None:
         with self._changed:
             known = type(self._error) is type(error)
-            self._session = None
+            self.latest = None
             self._error = error
             self._changed.notify_all()
         if not known and not isinstance(error, Draining):

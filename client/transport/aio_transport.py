@@ -178,7 +178,8 @@ class AsyncGrpcTransport(AsyncServiceTransport):
         session = self._connection.session
         if session is None:
             session = await asyncio.to_thread(self._connection.wait, timeout, patient=patient)
-        self._sockets.search(session)  # starts the search for the socket
+        if session.region is None:
+            self._sockets.search(session)  # starts the search for the socket
         return session
 
     async def _call(self, method: str, request: Message, timeout: float) -> Any:

@@ -89,8 +89,11 @@ class SocketConnector(ForkGuarded):
         return self._streams is not None
 
     def search(self, session: ClientSession) -> SocketStreams | None:
-        """Returns the connection to the socket; otherwise starts a search for it."""
-        if session.region is not None or not self._enabled:
+        """Returns the connection to the socket; otherwise starts a search for it.
+
+        `session`: one that has mapped no region.
+        """
+        if not self._enabled:
             return None
         streams = self._streams_of(session)
         if streams is None:

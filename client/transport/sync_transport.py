@@ -16,7 +16,7 @@ from ...cuda.host.memory import tune_malloc
 from ...protos.credentials import Credentials
 from ...protos.endpoint import Endpoint, client_endpoint
 from ..effects import Call, Connect, Copy, Effect, Operation, Performer, Pull, Push
-from ..errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_call
+from ..errors import InvalidRequest, NotConnected, SessionLost, error_from_call
 from ..session.fork_guard import ForkGuarded, fork_safe
 from ..session.reconnect import ClientIdentity, SessionConnection
 from ..session.session import ClientSession
@@ -36,6 +36,8 @@ from .socket_streams import SocketStreams
 __all__ = ["GrpcTransport", "ServiceTransport", "run_operation"]
 
 T = TypeVar("T")
+
+_FAILURES = (SessionLost, grpc.RpcError, grpc.FutureCancelledError, ValueError)
 
 
 def run_operation(performer: Performer, operation: Operation[T]) -> T:
@@ -93,27 +95,28 @@ class ServiceTransport(ForkGuarded):
 
     def perform(self, effect: Effect) -> Any:
         self._check_process()
-        try:
-            return self._perform(effect)
-        except SessionLost as error:
-            raise self._translated(error) from None
-        except grpc.RpcError as error:
-            raise self._translated(error_from_call(error)) from None
-        except grpc.FutureCancelledError:
-            raise self._translated(SessionLost("the session has ended")) from None
-        except ValueError:
-            if self._closed:  # raised by gRPC for a closed channel
-                raise NotConnected("the client is closed") from None
-            raise
-
-    def _translated(self, error: KVTierError) -> KVTierError:
-        """After `close`, replaces `SessionLost` by `NotConnected`, because the caller closed it."""
-        return NotConnected("the client is closed") if self._closed and isinstance(error, SessionLost) else error
-
-    def _perform(self, effect: Effect) -> Any:
         if not isinstance(effect, Call):
             raise TypeError(f"{type(effect).__name__} needs a session")
-        return _run_apart(lambda: self._calls[effect.method](effect.request, timeout=effect.timeout))
+        try:
+            return _run_apart(lambda: self._calls[effect.method](effect.request, timeout=effect.timeout))
+        except _FAILURES as error:
+            if (translated := self._translated(error)) is error:
+                raise
+            raise translated from None
+
+    def _translated(self, error: Exception) -> Exception:
+        """Returns the error for the caller.
+
+        After `close` it is `NotConnected`, because the caller closed the session. gRPC raises
+        ValueError for a closed channel.
+        """
+        if isinstance(error, grpc.RpcError):
+            error = error_from_call(error)
+        elif isinstance(error, grpc.FutureCancelledError):
+            error = SessionLost("the session has ended")
+        if self._closed and isinstance(error, SessionLost | ValueError):
+            return NotConnected("the client is closed")
+        return error
 
     def close(self) -> None:
         if self._is_forked:
@@ -152,27 +155,36 @@ class GrpcTransport(ServiceTransport):
         if not self._is_forked:
             self._connection.withdraw(session, grant_id)
 
-    def _perform(self, effect: Effect) -> Any:
-        match effect:
-            case Connect(timeout, patient):
-                session = self._connection.wait(timeout, patient=patient)
-                self._sockets.search(session)  # starts the search for the socket
-                return session
-            case Call(method, request, timeout):
-                return self._call(method, request, timeout)
-            case Push(session):
-                return self._stream(session, lambda streams, on_start: streams.push(effect, on_start))
-            case Pull(session):
-                self._stream(session, lambda streams, on_start: streams.pull(effect, on_start))
-            case Copy(run):
-                run()
+    def perform(self, effect: Effect) -> Any:
+        if self._is_forked:
+            self._check_process()
+        try:
+            match effect:
+                case Call(method, request, timeout):
+                    return self._call(method, request, timeout)
+                case Connect(timeout, patient):
+                    session = self._connection.wait(timeout, patient=patient)
+                    if session.region is None:
+                        self._sockets.search(session)  # starts the search for the socket
+                    return session
+                case Copy(run):
+                    run()
+                case Push(session):
+                    return self._stream(session, lambda streams, on_start: streams.push(effect, on_start))
+                case Pull(session):
+                    self._stream(session, lambda streams, on_start: streams.pull(effect, on_start))
+        except _FAILURES as error:
+            if (translated := self._translated(error)) is error:
+                raise
+            raise translated from None
         return None
 
     def _call(self, method: str, request: Message, timeout: float) -> Any:
-        session, deadline = self._connection.session, time.monotonic() + timeout
-        if session is not None and session.calls is not None:
+        session, deadline = self._connection.latest, time.monotonic() + timeout
+        if session is not None and session.calls is not None and not session.ended:
             answer = session.calls.call(method, serialize(request), timeout)
-            session.calls_used(refusal=session.calls.refusal if answer is None else None)
+            if answer is None or session.downgrades:
+                session.calls_used(refusal=session.calls.refusal if answer is None else None)
             if answer is not None:
                 return response_of(method, answer)
         # The attempt to connect to the socket has taken a part of the time.
