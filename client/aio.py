@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Self, TypeVar, Unpack
 
 from ..cuda.host.copy import HostBuffer
@@ -40,6 +40,8 @@ __all__ = ["AsyncClient", "AsyncLease"]
 
 T = TypeVar("T")
 
+_fields_of = attrgetter(*(field.name for field in fields(LookupResult)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncLease(LookupResult):
@@ -50,8 +52,10 @@ class AsyncLease(LookupResult):
     async def release(self) -> None:
         """Releases the lease. Raises no `KVTierError`: if the release fails, the lease expires."""
         if self.id:
-            with contextlib.suppress(KVTierError):
+            try:
                 await self.client.release(self.id)
+            except KVTierError:
+                return
 
     async def __aenter__(self) -> Self:
         return self
@@ -152,7 +156,7 @@ class AsyncClient(ConnectionState):
         discard all bytes that were read. Another client of the engine may own the lease. If `lease`
         is an id, `slots` can be those of its lookup.
         """
-        with ExitStack() as held:
+        with self._operations.held() as held:
             reading = await self._run(self._operations.begin_read(held, lease, items, slots=slots))
             yield reading.batch
             ending = self._operations.end_read(reading.session, reading.lease_id, copied_bytes=reading.copied_bytes)
@@ -174,7 +178,7 @@ class AsyncClient(ConnectionState):
         If the body or the exit raises, nothing is stored. Write only the blocks of `batch.wanted`;
         `batch.statuses` gives the reason for the other blocks. `options`: see `StoreOptions`.
         """
-        with ExitStack() as held:
+        with self._operations.held() as held:
             writing = await self._run(self._operations.begin_write(held, keys, options))
             try:
                 yield writing.batch
@@ -354,8 +358,9 @@ class AsyncClient(ConnectionState):
 
     async def _lease(self, operation: Operation[LookupResult]) -> AsyncLease:
         found = await self._run(operation)
-        return AsyncLease(client=self, **{field.name: getattr(found, field.name) for field in fields(found)})
+        return AsyncLease(*_fields_of(found), client=self)
 
     async def _run(self, operation: Operation[T]) -> T:
-        self._check_process()
+        if self._is_forked:
+            self._check_process()
         return await run_operation(self._transport, operation)

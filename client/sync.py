@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Self, TypeVar, Unpack
 
 from ..cuda.host.copy import HostBuffer
@@ -40,6 +40,8 @@ __all__ = ["Client", "Lease"]
 
 T = TypeVar("T")
 
+_fields_of = attrgetter(*(field.name for field in fields(LookupResult)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease(LookupResult):
@@ -50,8 +52,10 @@ class Lease(LookupResult):
     def release(self) -> None:
         """Releases the lease. Raises no `KVTierError`: if the release fails, the lease expires."""
         if self.id:
-            with contextlib.suppress(KVTierError):
+            try:
                 self.client.release(self.id)
+            except KVTierError:
+                return
 
     def __enter__(self) -> Self:
         return self
@@ -147,7 +151,7 @@ class Client(ConnectionState):
         discard all bytes that were read. Another client of the engine may own the lease. If `lease`
         is an id, `slots` can be those of its lookup.
         """
-        with ExitStack() as held:
+        with self._operations.held() as held:
             reading = self._run(self._operations.begin_read(held, lease, items, slots=slots))
             yield reading.batch
             ending = self._operations.end_read(reading.session, reading.lease_id, copied_bytes=reading.copied_bytes)
@@ -169,7 +173,7 @@ class Client(ConnectionState):
         If the body or the exit raises, nothing is stored. Write only the blocks of `batch.wanted`;
         `batch.statuses` gives the reason for the other blocks. `options`: see `StoreOptions`.
         """
-        with ExitStack() as held:
+        with self._operations.held() as held:
             writing = self._run(self._operations.begin_write(held, keys, options))
             try:
                 yield writing.batch
@@ -345,8 +349,9 @@ class Client(ConnectionState):
 
     def _lease(self, operation: Operation[LookupResult]) -> Lease:
         found = self._run(operation)
-        return Lease(client=self, **{field.name: getattr(found, field.name) for field in fields(found)})
+        return Lease(*_fields_of(found), client=self)
 
     def _run(self, operation: Operation[T]) -> T:
-        self._check_process()
+        if self._is_forked:
+            self._check_process()
         return run_operation(self._transport, operation)

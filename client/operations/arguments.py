@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, Final, TypedDict, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -182,18 +183,22 @@ def _tier_filter(exclude: object) -> cache_pb2.TierFilter | None:
     return message(cache_pb2.TierFilter, names=exclude.names, media=media, remote=exclude.remote)
 
 
-def _seconds(name: str) -> Callable[[Any], Any]:
-    return lambda value: duration(name, value)
+def _wait(seconds: float | None) -> Duration | None:
+    """Returns None for 0, which is the server's default."""
+    if seconds is None:
+        return None
+    check_seconds("wait", seconds, _MAX_SECONDS)
+    return duration_of(seconds) if seconds else None
 
 
 _ENCODERS: Final[Mapping[str, tuple[str, Callable[[Any], Any] | None]]] = {
     "request_id": ("request_id", None),
-    "wait": ("wait", _seconds("wait")),
+    "wait": ("wait", _wait),
     "prefix": ("mode", _mode),
-    "lease": ("lease_duration", _seconds("lease")),
+    "lease": ("lease_duration", partial(duration, "lease")),
     "exclude": ("exclude", _tier_filter),
     "min_hits": ("min_hits", None),
-    "retain_for": ("retain_for", _seconds("retain_for")),
+    "retain_for": ("retain_for", partial(duration, "retain_for")),
     "source": ("source", None),
     "slots": ("want_slots", None),
     "prompt_tokens": ("prompt_tokens", None),

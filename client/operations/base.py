@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate, count
 from operator import itemgetter
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from google.protobuf.message import Message
 
@@ -24,7 +24,7 @@ from .arguments import StoreOptions, duration, encoded, message, packed
 
 __all__ = [
     "Base",
-    "Grant",
+    "Held",
     "SessionOperations",
     "consecutive",
 ]
@@ -33,13 +33,48 @@ __all__ = [
 _group_of: Callable[[bytes], bytes] = itemgetter(slice(-4, None))
 
 
-@dataclass
-class Grant:
-    """A lease or store that a call may have got. The client chooses the id, per session."""
+class Held:
+    """What an operation has until its end: a grant, a use of the region, and a staging buffer.
 
-    id: int
-    session: ClientSession | None = None
-    """Session of the call; None before the call."""
+    A grant is a lease or store that a call may have got. The client chooses its id, per session. If
+    the caller is interrupted, the exit ends the grant in the background. An interruption can come
+    after any bytecode, also between the answer and the next `try`.
+    """
+
+    __slots__ = ("__weakref__", "_lent", "_used", "_withdraw", "grant_id", "session")
+
+    def __init__(self, withdraw: Callable[[ClientSession, int], object], grant_id: int) -> None:
+        self._withdraw = withdraw
+        self.grant_id = grant_id
+        self.session: ClientSession | None = None
+        """Session of the call that may get the grant; None before the call."""
+        self._used: ClientSession | None = None
+        self._lent: AbstractContextManager[memoryview] | None = None
+
+    def use(self, session: ClientSession) -> None:
+        """Keeps the region mapped and the slots reserved. Raises `SessionLost`."""
+        self._used = session
+        session.begin_use(self)
+
+    def borrow(self, lent: AbstractContextManager[memoryview]) -> memoryview:
+        """Keeps a staging buffer."""
+        self._lent = lent
+        return lent.__enter__()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is not None and not issubclass(kind, (Exception, GeneratorExit)) and self.session is not None:
+                self._withdraw(self.session, self.grant_id)
+            if self._lent is not None:
+                self._lent.__exit__(kind, error, trace)
+        finally:
+            if self._used is not None:
+                self._used.end_use(self)
 
 
 class SessionOperations:
@@ -47,13 +82,19 @@ class SessionOperations:
 
     def __init__(self, timeouts: Timeouts, transport: Transport) -> None:
         self._timeouts = timeouts
+        self._connect = Connect(timeouts.connect)
         self._invalidate = transport.invalidate
         self._withdraw = transport.withdraw
-        self._grant_ids = count(1)
+        self._new_grant = count(1).__next__
+        """Returns an id for the lease or store of a call, unique within the session."""
+
+    def held(self) -> Held:
+        """Returns a context manager with the id of a new grant."""
+        return Held(self._withdraw, self._new_grant())
 
     def _request(self, make: type[Message], method: str, *, wait: float | None = None, **fields: Any) -> Operation[Any]:
         """Performs a call on the current session. `wait` and `fields` are fields of the request."""
-        session: ClientSession = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield self._connect
         if wait is not None:
             fields["wait"] = duration("wait", wait)
         request = message(make, session=session.ref, **fields)
@@ -62,6 +103,7 @@ class SessionOperations:
     def _prepare_store(
         self, session: ClientSession, keys: Sequence[bytes], options: StoreOptions, grant_id: int
     ) -> Operation[cache_pb2.PrepareStoreResponse]:
+        """Returns the operation that begins a store."""
         request = message(
             cache_pb2.PrepareStoreRequest,
             session=session.ref,
@@ -69,50 +111,23 @@ class SessionOperations:
             grant_id=grant_id,
             **encoded(options),
         )
-        answer: cache_pb2.PrepareStoreResponse = yield from self._call_granting(
-            session, grant_id, "CacheService/PrepareStore", request
-        )
-        return answer
+        return self._call(session, "CacheService/PrepareStore", request, grant_id=grant_id)
 
-    def _call(self, session: ClientSession, method: str, request: Any, wait: float = 0.0) -> Operation[Any]:
-        try:
-            return (yield Call(method, request, self._timeouts.call + wait))
-        except SessionLost as error:
-            if error.reason:  # otherwise only this call's connection has ended
-                self._invalidate(session)
-            raise
-
-    def _new_grant(self) -> int:
-        """Returns an id for the lease or store of a call, unique within the session."""
-        return next(self._grant_ids)
-
-    @contextlib.contextmanager
-    def _owning(self, grant: Grant) -> Iterator[None]:
-        """Ends a grant in the background if the caller is interrupted while it owns the grant.
-
-        An interruption can come after any bytecode, also between the answer and the next `try`.
-        """
-        try:
-            yield
-        except (Exception, GeneratorExit):
-            raise
-        except BaseException:
-            if grant.session is not None:
-                self._withdraw(grant.session, grant.id)
-            raise
-
-    def _call_granting(
-        self, session: ClientSession, grant_id: int, method: str, request: Any, wait: float = 0.0
+    def _call(
+        self, session: ClientSession, method: str, request: Any, wait: float = 0.0, *, grant_id: int | None = None
     ) -> Operation[Any]:
-        """Performs a call that grants a lease or store, or ends a store.
+        """Performs a call. `grant_id`: of the lease or store that it grants, or that it ends.
 
         If the answer is not known (no answer in time, or an interruption of the caller), the grant
         ends in the background. So the failure costs no other operation.
         """
         try:
-            return (yield from self._call(session, method, request, wait))
+            return (yield Call(method, request, self._timeouts.call + wait))
         except BaseException as error:
-            if not (isinstance(error, KVTierError) and error.reason):
+            reason = isinstance(error, KVTierError) and error.reason
+            if reason and isinstance(error, SessionLost):  # otherwise only its connection has ended
+                self._invalidate(session)
+            elif not reason and grant_id is not None:
                 self._withdraw(session, grant_id)
             raise
 
@@ -128,7 +143,7 @@ class SessionOperations:
         if (answers or is_patient) and not isinstance(error, GeneratorExit):
             request = cache_pb2.WithdrawGrantsRequest(session=session.ref, grant_ids=[grant_id])
             try:
-                yield from self._call_granting(session, grant_id, "CacheService/WithdrawGrants", request)
+                yield from self._call(session, "CacheService/WithdrawGrants", request, grant_id=grant_id)
             except KVTierError:
                 return
         else:
@@ -138,7 +153,7 @@ class SessionOperations:
         self, session: ClientSession, request: cache_pb2.CompleteStoreRequest, grant_id: int
     ) -> Operation[None]:
         """Completes a store. Raises ServerError if the server lacks bytes of its blocks."""
-        answer = yield from self._call_granting(session, grant_id, "CacheService/CompleteStore", request)
+        answer = yield from self._call(session, "CacheService/CompleteStore", request, grant_id=grant_id)
         if answer.failed_items:
             raise ServerError(f"the server has not received {len(answer.failed_items)} blocks of a store completely")
 
@@ -167,9 +182,8 @@ class Base(SessionOperations):
         self._namespace = namespace
         self._rank = rank
         self._staging = StagingPool(pin)
-        self._sizes_by_group = {
-            number.to_bytes(4, "big"): group.part_bytes for number, group in enumerate(namespace.groups)
-        }
+        self._part_bytes = [group.part_bytes for group in namespace.groups]
+        self._sizes_by_group = {number.to_bytes(4, "big"): size for number, size in enumerate(self._part_bytes)}
 
     def close(self) -> None:
         self._staging.close()

@@ -9,12 +9,11 @@ from typing import Any
 
 from ...protos.v1 import cache_pb2, devices_pb2, transfer_pb2
 from ..device import KvBuffers, Mark, registration_of
-from ..effects import Call, Connect, Copy, Operation
+from ..effects import Call, Copy, Operation
 from ..errors import DeadlineExceeded, DeviceUnavailable, InvalidRequest, KVTierError
 from ..results import LookupResult, StoreStatus
 from ..session.session import ClientSession
 from .arguments import StoreOptions, message
-from .base import Grant
 from .lookups import LookupOperations, lease_id_of
 
 __all__ = ["DeviceOperations"]
@@ -43,7 +42,7 @@ class DeviceOperations(LookupOperations):
 
     def register_kv_buffers(self, buffers: KvBuffers) -> Operation[None]:
         self._buffers, self._registered, self._refused = buffers, None, None
-        session: ClientSession = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield self._connect
         yield from self._register(session, _START_SECONDS)
 
     def store_from_device(
@@ -56,12 +55,12 @@ class DeviceOperations(LookupOperations):
     ) -> Operation[bytes]:
         if len(keys) != len(blocks):
             raise InvalidRequest(f"{len(keys)} keys, but {len(blocks)} blocks")
-        session: ClientSession = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield self._connect
         registered = yield from self._register(session)
         event = yield from self._order(registered, after)
-        grant = Grant(self._new_grant(), session)
-        with self._owning(grant):
-            answer = yield from self._prepare_store(session, keys, options, grant.id)
+        with self.held() as held:
+            held.session = session
+            answer = yield from self._prepare_store(session, keys, options, held.grant_id)
             if not answer.store_id:
                 return bytes(answer.statuses)
             wanted = [number for number, status in enumerate(answer.statuses) if status == StoreStatus.GRANTED]
@@ -79,9 +78,9 @@ class DeviceOperations(LookupOperations):
                 yield from self._move(session, "TransferService/StoreFromDevice", request)
             except BaseException as error:
                 # The server answers when its copies have ended. Until then it reads the blocks.
-                yield from self._give_back(session, grant.id, error, is_patient=True)
+                yield from self._give_back(session, held.grant_id, error, is_patient=True)
                 raise
-            yield from self._complete_store(session, complete, grant.id)
+            yield from self._complete_store(session, complete, held.grant_id)
             return bytes(answer.statuses)
 
     def load_to_device(
@@ -89,25 +88,24 @@ class DeviceOperations(LookupOperations):
     ) -> Operation[int]:
         if len(keys) != len(blocks):
             raise InvalidRequest(f"{len(keys)} keys, but {len(blocks)} blocks")
-        grant = Grant(self._new_grant())
-        with self._owning(grant):
-            found = yield from self.lookup(keys, {"request_id": request_id, "wait": wait}, grant=grant)
+        with self.held() as held:
+            found = yield from self.lookup(keys, {"request_id": request_id, "wait": wait}, held=held)
             hits = found.prefix_hits
             try:
                 if hits:
                     yield from self.read_to_device(found, range(hits), blocks[:hits], after=after)
             except BaseException as error:
-                yield from self._give_back(found.session, grant.id, error)
+                yield from self._give_back(found.session, held.grant_id, error)
                 raise
             if found.id:
-                yield from self._ignore_errors(self._release_granted(found, grant.id))
+                yield from self._ignore_errors(self._release_granted(found, held.grant_id))
             return hits
 
     def read_to_device(
         self, lease: LookupResult | int, items: Sequence[int], blocks: Sequence[int], *, after: Mark | None
     ) -> Operation[None]:
         lease_id = lease_id_of(lease, items)
-        session: ClientSession = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield self._connect
         registered = yield from self._register(session)
         event = yield from self._order(registered, after)
         request = message(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ...protos.v1 import handoff_pb2
 from ...protos.wire.packed_keys import unpack_key_list
-from ..effects import Connect, Operation
+from ..effects import Operation
 from ..errors import ServerError
 from ..results import (
     HandoffDirection,
@@ -62,7 +62,7 @@ class HandoffOperations(Base):
         min_blocks: int,
         lease: float | None,
     ) -> Operation[LookupResult]:
-        session: ClientSession = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield self._connect
         request = message(
             handoff_pb2.ClaimHoldRequest,
             session=session.ref,
@@ -74,7 +74,7 @@ class HandoffOperations(Base):
             min_blocks=min_blocks,
             grant_id=self._new_grant(),
         )
-        answer = yield from self._call_granting(session, request.grant_id, "HandoffService/ClaimHold", request, wait)
+        answer = yield from self._call(session, "HandoffService/ClaimHold", request, wait, grant_id=request.grant_id)
         try:
             keys = unpack_key_list(answer.keys)
         except ValueError as error:

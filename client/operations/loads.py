@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 
 from ...cuda.host.copy import HostBuffer, address_of, copy_batch
 from ...protos.v1 import cache_pb2, transfer_pb2
 from ...protos.wire.packed_keys import offset_table, unpack_offsets
-from ..effects import Connect, Copy, Operation, Pull
+from ..effects import Copy, Operation, Pull
 from ..errors import KVTierError, LeaseLost, NotConnected, ServerError, error_for
 from ..part_streams import ATTEMPTS, PartReceiver, is_retryable
 from ..results import LeaseSlots, LookupResult, ReadBatch
 from ..session.session import ClientSession
 from .arguments import LookupOptions, message
-from .base import Base, Grant, consecutive
+from .base import Base, Held, consecutive
 from .lookups import LookupOperations, lease_id_of
 
 __all__ = ["LoadOperations", "Reading"]
@@ -43,19 +43,19 @@ class Reading:
 class LoadOperations(LookupOperations, Base):
     def begin_read(
         self,
-        held: ExitStack,
+        held: Held,
         lease: LookupResult | int,
         items: Sequence[int],
         *,
         slots: LeaseSlots | None = None,
     ) -> Operation[Reading]:
-        """Begins a load. Returns memory with the parts of `items`, valid until `held` is closed.
+        """Begins a load. Returns memory with the parts of `items`, valid until the exit of `held`.
 
         Call `end_read` afterwards. `slots`: the `slots` of the lookup, if `lease` is an id.
         """
         lease_id = lease_id_of(lease, ())
-        session: ClientSession = yield Connect(self._timeouts.connect)
-        held.enter_context(session.using())
+        session: ClientSession = yield self._connect
+        held.use(session)
         known = self._known(session, lease, items, slots)
         if known is not None:
             offsets, sizes = known
@@ -64,13 +64,13 @@ class LoadOperations(LookupOperations, Base):
             request = message(cache_pb2.PrepareLoadRequest, session=session.ref, lease_id=lease_id, items=items)
             answer = yield from self._call(session, "CacheService/PrepareLoad", request)
             offsets, sizes = unpack_offsets(answer.slot_offsets), unpack_offsets(answer.part_sizes_bytes)
-            if len(sizes) != len(items) or not set(sizes) <= {*self._sizes_by_group.values()}:
+            if len(sizes) != len(items) or not set(sizes) <= {*self._part_bytes}:
                 raise ServerError("the server named other sizes than those of the parts")
         session.check_slots(offsets, sizes)
         if (region := session.region) is not None:
             batch = ReadBatch(region.memory[:], region.address, offsets, sizes)
             return Reading(session, lease_id, batch, sum(sizes) if known is not None else 0)
-        staging = held.enter_context(self._staging.lend(sum(sizes)))
+        staging = held.borrow(self._staging.lend(sum(sizes)))
         batch = ReadBatch(staging, address_of(staging)[0], consecutive(sizes), sizes)
         sink = PartReceiver([batch.address + offset for offset in batch.offsets], sizes)
         yield from self._pull(session, lease_id, items, sink)
@@ -93,13 +93,13 @@ class LoadOperations(LookupOperations, Base):
             rank = self._rank or 0
         else:
             return None
-        part_bytes = [group.part_bytes for group in self._namespace.groups]
         try:
             groups, table = slots.groups, offset_table(slots.offsets)
             numbers = list(map(index, items))  # narrow integers of numpy would overflow
             if len(table) != ranks * len(groups) or min(numbers, default=0) < 0:
                 return None
-            return [table[ranks * item + rank] for item in numbers], [part_bytes[groups[item]] for item in numbers]
+            sizes = map(self._part_bytes.__getitem__, map(groups.__getitem__, numbers))
+            return list(map(table[rank::ranks].__getitem__, numbers)), list(sizes)
         except (IndexError, TypeError, ValueError):
             return None
 
@@ -125,10 +125,9 @@ class LoadOperations(LookupOperations, Base):
         destinations, sizes = self._addresses_and_sizes(keys, buffers, writable=True)
         attempt = 1
         while True:
-            grant = Grant(self._new_grant())
-            with self._owning(grant):
+            with self.held() as held:
                 try:
-                    return (yield from self._load(keys, destinations, sizes, grant, request_id=request_id, wait=wait))
+                    return (yield from self._load(keys, destinations, sizes, held, request_id=request_id, wait=wait))
                 except _LeaseInDoubt:
                     if attempt == ATTEMPTS:
                         raise
@@ -139,49 +138,52 @@ class LoadOperations(LookupOperations, Base):
         keys: Sequence[bytes],
         addresses: Sequence[int],
         sizes: Sequence[int],
-        grant: Grant,
+        held: Held,
         *,
         request_id: str,
         wait: float,
     ) -> Operation[int]:
         options: LookupOptions = {"request_id": request_id, "wait": wait, "slots": True}
-        found = yield from self.lookup(keys, options, grant=grant)
+        found = yield from self.lookup(keys, options, held=held)
         hits = found.prefix_hits
         if not hits:
             if found.id:
-                yield from self._release_granted(found, grant.id)
+                yield from self._release_granted(found, held.grant_id)
             return 0
         load = self._load_by_stream if found.session.region is None else self._load_by_copy
         try:
-            yield from load(found, addresses[:hits], sizes[:hits])
+            yield from load(held, found, addresses[:hits], sizes[:hits])
         except _LeaseInDoubt:
             raise
         except BaseException as error:
-            yield from self._give_back(found.session, grant.id, error)
+            yield from self._give_back(found.session, held.grant_id, error)
             raise
         return hits
 
-    def _load_by_copy(self, found: LookupResult, addresses: Sequence[int], sizes: Sequence[int]) -> Operation[None]:
-        with ExitStack() as held:
-            reading = yield from self.begin_read(held, found, range(len(sizes)))
-            batch = reading.batch
-            if not len(batch.offsets) == len(batch.sizes) == len(sizes):
-                raise ServerError(f"the server returned {len(batch.offsets)} slots for {len(sizes)} blocks")
-            sources = [batch.address + offset for offset in batch.offsets]
-            yield Copy(lambda: copy_batch(addresses, sources, batch.sizes))
-            yield from self.end_read(reading.session, found.id, release=True, copied_bytes=reading.copied_bytes)
+    def _load_by_copy(
+        self, held: Held, found: LookupResult, addresses: Sequence[int], sizes: Sequence[int]
+    ) -> Operation[None]:
+        reading = yield from self.begin_read(held, found, range(len(sizes)))
+        batch = reading.batch
+        if not len(batch.offsets) == len(batch.sizes) == len(sizes):
+            raise ServerError(f"the server returned {len(batch.offsets)} slots for {len(sizes)} blocks")
+        sources = list(map(batch.address.__add__, batch.offsets))
+        yield Copy(partial(copy_batch, addresses, sources, batch.sizes))
+        yield from self.end_read(reading.session, found.id, release=True, copied_bytes=reading.copied_bytes)
 
-    def _load_by_stream(self, found: LookupResult, addresses: Sequence[int], sizes: Sequence[int]) -> Operation[None]:
+    def _load_by_stream(
+        self, held: Held, found: LookupResult, addresses: Sequence[int], sizes: Sequence[int]
+    ) -> Operation[None]:
         session, sink = found.session, PartReceiver(addresses, sizes)
-        with session.using():
-            try:
-                yield from self._pull(session, found.id, range(len(sizes)), sink, complete=True)
-                if not sink.completed:
-                    yield from self.end_read(session, found.id, release=True)
-            except LeaseLost as error:
-                if sink.broke:
-                    raise _LeaseInDoubt(f"a stream broke, and its lease has ended: {error}") from error
-                raise
+        held.use(session)
+        try:
+            yield from self._pull(session, found.id, range(len(sizes)), sink, complete=True)
+            if not sink.completed:
+                yield from self.end_read(session, found.id, release=True)
+        except LeaseLost as error:
+            if sink.broke:
+                raise _LeaseInDoubt(f"a stream broke, and its lease has ended: {error}") from error
+            raise
 
     def _pull(
         self,

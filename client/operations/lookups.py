@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from ...protos.v1 import cache_pb2
-from ..effects import Connect, Operation
+from ..effects import Operation
 from ..errors import InvalidRequest
 from ..results import (
     KeyStatus,
@@ -20,17 +21,18 @@ from ..results import (
 )
 from ..session.session import ClientSession
 from .arguments import LookupOptions, PrefetchOptions, RequestOptions, duration, encoded, message, packed
-from .base import Grant, SessionOperations
+from .base import Held, SessionOperations
 
 __all__ = ["LookupOperations", "lease_id_of"]
 
 _READABLE = frozenset({KeyStatus.HIT, KeyStatus.HIT_PENDING})
 _OFFSET_BYTES = 8
+_last: Callable[[bytes], int] = itemgetter(-1)
 
 
 class LookupOperations(SessionOperations):
     def begin_request(self, request_id: str, keys: Sequence[bytes], options: RequestOptions) -> Operation[LookupResult]:
-        session: ClientSession = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield self._connect
         request = message(
             cache_pb2.BeginRequestRequest,
             session=session.ref,
@@ -40,31 +42,31 @@ class LookupOperations(SessionOperations):
             **encoded(options),
         )
         wait = options.get("wait", 0.0)
-        answer = yield from self._call_granting(session, request.grant_id, "CacheService/BeginRequest", request, wait)
+        answer = yield from self._call(session, "CacheService/BeginRequest", request, wait, grant_id=request.grant_id)
         votes = tuple(TierVote(vote.tier, OffloadPolicy(vote.policy), vote.why) for vote in answer.votes)
         found = lookup_result(answer.lookup, request_id, keys, session)
         return replace(found, policy=OffloadPolicy(answer.policy), votes=votes)
 
     def lookup(
-        self, keys: Sequence[bytes], options: LookupOptions, *, grant: Grant | None = None
+        self, keys: Sequence[bytes], options: LookupOptions, *, held: Held | None = None
     ) -> Operation[LookupResult]:
-        """`grant`: set if the caller ends the lease by it; see `_owning`."""
-        session: ClientSession = yield Connect(self._timeouts.connect)
-        if grant is not None:
-            grant.session = session
+        """`held`: set if the caller ends the lease by its grant."""
+        session: ClientSession = yield self._connect
+        if held is not None:
+            held.session = session
         request = message(
             cache_pb2.LookupRequest,
             session=session.ref,
             keys=packed(keys),
-            grant_id=grant.id if grant is not None else self._new_grant(),
+            grant_id=held.grant_id if held is not None else self._new_grant(),
             **encoded(options),
         )
         wait, request_id = options.get("wait", 0.0), options.get("request_id", "")
-        answer = yield from self._call_granting(session, request.grant_id, "CacheService/Lookup", request, wait)
+        answer = yield from self._call(session, "CacheService/Lookup", request, wait, grant_id=request.grant_id)
         return lookup_result(answer, request_id, keys, session)
 
     def prefetch(self, keys: Sequence[bytes], options: PrefetchOptions) -> Operation[Prefetched]:
-        session: ClientSession = yield Connect(self._timeouts.connect)
+        session: ClientSession = yield self._connect
         request = message(cache_pb2.PrefetchRequest, session=session.ref, keys=packed(keys), **encoded(options))
         wait = options.get("wait", 0.0)
         answer = yield from self._call(session, "CacheService/Prefetch", request, wait)
@@ -84,7 +86,7 @@ class LookupOperations(SessionOperations):
     def _release_granted(self, found: LookupResult, grant_id: int) -> Operation[None]:
         """Releases a lease. If the answer is not known, the lease ends in the background."""
         request = cache_pb2.ReleaseLeaseRequest(session=found.session.ref, lease_ids=[found.id])
-        yield from self._call_granting(found.session, grant_id, "CacheService/ReleaseLease", request)
+        yield from self._call(found.session, "CacheService/ReleaseLease", request, grant_id=grant_id)
 
     def touch(self, lease_ids: Iterable[int], *, lease: float | None) -> Operation[list[int]]:
         answer = yield from self._request(
@@ -102,6 +104,7 @@ class LookupOperations(SessionOperations):
 def lookup_result(
     answer: cache_pb2.LookupResponse, request_id: str, keys: Sequence[bytes], session: ClientSession
 ) -> LookupResult:
+    outcome = answer.source_outcome
     return LookupResult(
         id=answer.lease_id,
         statuses=answer.statuses,
@@ -112,7 +115,7 @@ def lookup_result(
         source_indices=answer.sources,
         slots=_slots_of(answer, keys, session),
         not_retained=answer.not_retained_blocks,
-        source_outcome=SourceOutcome(answer.source_outcome),
+        source_outcome=SourceOutcome(outcome) if outcome else SourceOutcome.NONE,
     )
 
 
@@ -120,7 +123,7 @@ def _slots_of(answer: cache_pb2.LookupResponse, keys: Sequence[bytes], session: 
     hits = answer.prefix_hits
     if not answer.slot_offsets or not 0 < hits <= len(keys) or len(answer.slot_offsets) % (hits * _OFFSET_BYTES):
         return None
-    return LeaseSlots(session.ref.epoch, bytes(key[-1] for key in keys[:hits]), answer.slot_offsets)
+    return LeaseSlots(session.ref.epoch, bytes(map(_last, keys[:hits])), answer.slot_offsets)
 
 
 def lease_id_of(lease: LookupResult | int, items: Sequence[int]) -> int:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from ...cuda.host.copy import HostBuffer, address_of, copy_batch
 from ...protos.v1 import cache_pb2, events_pb2, transfer_pb2
 from ...protos.wire.block_contents import BlockContent, pack_contents
 from ...protos.wire.packed_keys import unpack_offsets
 from ...protos.wire.part_sequence import FRAME_BYTES
-from ..effects import Connect, Copy, Operation, Push
+from ..effects import Copy, Operation, Push
 from ..errors import InvalidRequest, KVTierError, LeaseLost, NotConnected, ServerError
 from ..part_streams import ATTEMPTS, PartSender, is_retryable
 from ..results import StoreStatus, WriteBatch
 from ..session.session import ClientSession
 from ..transport.grpc_methods import LOCATE
 from .arguments import StoreOptions, message, packed
-from .base import Base, Grant, consecutive
+from .base import Base, Held, consecutive
 
 __all__ = ["StoreOperations", "Writing"]
 
@@ -32,7 +32,7 @@ class Writing:
 
     session: ClientSession
     store_id: int
-    grant: Grant
+    held: Held
     batch: WriteBatch
     keys: Sequence[bytes]
     options: StoreOptions
@@ -47,34 +47,33 @@ class Writing:
 class StoreOperations(Base):
     def begin_write(
         self,
-        held: ExitStack,
+        held: Held,
         keys: Sequence[bytes],
         options: StoreOptions,
         *,
         staged: bool = True,
         sizes: Sequence[int] | None = None,
     ) -> Operation[Writing]:
-        """Begins a store. Returns memory to write the parts to, valid until `held` is closed.
+        """Begins a store. Returns memory to write the parts to, valid until the exit of `held`.
 
         The memory is slots of the region or, if no region is mapped, a staging buffer. If `staged`
         is false, there is no staging buffer; `end_write` then needs `sources`. `sizes`: part sizes,
         if known. Call `end_write` or `abort_write` afterwards.
         """
-        session: ClientSession = yield Connect(self._timeouts.connect)
-        held.enter_context(session.using())
-        grant = Grant(self._new_grant(), session)
-        held.enter_context(self._owning(grant))
-        answer = yield from self._prepare_store(session, keys, options, grant.id)
+        session: ClientSession = yield self._connect
+        held.use(session)
+        held.session = session
+        answer = yield from self._prepare_store(session, keys, options, held.grant_id)
         try:
             batch = self._batch(held, session, keys, answer, staged=staged, sizes=sizes)
         except BaseException as error:  # for example, no memory for a staging buffer
-            yield from self._give_back(session, grant.id, error)
+            yield from self._give_back(session, held.grant_id, error)
             raise
-        return Writing(session, answer.store_id, grant, batch, keys, options, batch.wanted)
+        return Writing(session, answer.store_id, held, batch, keys, options, batch.wanted)
 
     def _batch(
         self,
-        held: ExitStack,
+        held: Held,
         session: ClientSession,
         keys: Sequence[bytes],
         answer: cache_pb2.PrepareStoreResponse,
@@ -91,19 +90,19 @@ class StoreOperations(Base):
         else:
             wanted = [number for number, status in enumerate(statuses) if status == StoreStatus.GRANTED]
             sizes = self._sizes(keys[number] for number in wanted)
-        if session.region is not None:
-            memory, address = session.region.memory[:], session.region.address
+        if (region := session.region) is not None:
+            memory, address = region.memory[:], region.address
             offsets = unpack_offsets(answer.slot_offsets)
             session.check_slots(offsets, sizes)
         else:
-            memory = held.enter_context(self._staging.lend(sum(sizes))) if staged else memoryview(b"")
+            memory = held.borrow(self._staging.lend(sum(sizes))) if staged else memoryview(b"")
             address, offsets = address_of(memory)[0], consecutive(sizes)
         return WriteBatch(statuses, wanted, memory, address, offsets, sizes, answer.not_retained_blocks)
 
     def abort_write(self, writing: Writing, error: BaseException) -> Operation[None]:
         """Discards a store that failed with `error`. Raises no `KVTierError`."""
         if writing.store_id:
-            yield from self._give_back(writing.session, writing.grant.id, error)
+            yield from self._give_back(writing.session, writing.held.grant_id, error)
 
     def end_write(self, writing: Writing, *, sources: Sequence[int] | None = None) -> Operation[None]:
         """Sends the parts if no region is mapped, and completes the store.
@@ -145,7 +144,7 @@ class StoreOperations(Base):
             except BaseException as error:  # a cancellation must not leave the store open either
                 yield from self.abort_write(writing, error)
                 raise
-        yield from self._complete_store(session, request, writing.grant.id)
+        yield from self._complete_store(session, request, writing.held.grant_id)
 
     def _prepare_again(self, writing: Writing) -> Operation[list[int]]:
         """Begins another store for the blocks that the server lacks, after an unknown outcome.
@@ -158,8 +157,8 @@ class StoreOperations(Base):
         written = [number for number in range(len(writing.positions)) if number not in failed]
         positions = [writing.positions[number] for number in written]
         wanted = [writing.keys[position] for position in positions]
-        writing.grant.id = self._new_grant()
-        answer = yield from self._prepare_store(writing.session, wanted, writing.options, writing.grant.id)
+        writing.held.grant_id = self._new_grant()
+        answer = yield from self._prepare_store(writing.session, wanted, writing.options, writing.held.grant_id)
         statuses = bytearray(writing.batch.statuses)
         kept = []
         for number, position, status in zip(written, positions, answer.statuses, strict=True):
@@ -179,16 +178,16 @@ class StoreOperations(Base):
         options: StoreOptions,
     ) -> Operation[bytes]:
         sources, sizes = self._addresses_and_sizes(keys, buffers, writable=False)
-        with ExitStack() as held:
+        with self.held() as held:
             writing = yield from self.begin_write(held, keys, options, staged=False, sizes=sizes)
             batch = writing.batch
             wanted = sources if len(batch.wanted) == len(sources) else [sources[number] for number in batch.wanted]
             if writing.session.region is None:
                 yield from self.end_write(writing, sources=wanted)
                 return batch.statuses
-            destinations = [batch.address + offset for offset in batch.offsets]
+            destinations = list(map(batch.address.__add__, batch.offsets))
             try:
-                yield Copy(lambda: copy_batch(destinations, wanted, batch.sizes))
+                yield Copy(partial(copy_batch, destinations, wanted, batch.sizes))
             except GeneratorExit:
                 raise  # the event loop has ended; a thread may still copy to the slots
             except BaseException as error:

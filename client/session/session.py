@@ -6,6 +6,7 @@ import contextlib
 import logging
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from operator import add
 from typing import Literal
@@ -96,6 +97,7 @@ class ClientSession(ForkGuarded):
 
     Attributes:
         ref: reference to the session in calls.
+        region: the mapped region; None without one. Use it only between `begin_use` and `end_use`.
         transport: "shm" if the region is mapped; "tcp" while streams use raw sockets; else "grpc".
         transport_reason: reason for this transport, for logs.
         devices: whether the server can copy to and from devices.
@@ -124,9 +126,11 @@ class ClientSession(ForkGuarded):
         self.tiers = tuple(capabilities.tiers)
         self.limits = capabilities.limits
         self.calls = calls
+        self.region = attachment.region if attachment is not None else None
         self._attachment = attachment
         self._lock = threading.Lock()
-        self._users = 0
+        self._users: set[weakref.ref[object]] = set()
+        """A user is gone if an interrupt came within its `end_use`."""
         self.ended = False
         self._cancels: set[Callable[[], object]] = set()
 
@@ -157,11 +161,6 @@ class ClientSession(ForkGuarded):
         if is_unused:
             calls.close()
 
-    @property
-    def region(self) -> HostRegion | None:
-        """The mapped region; use it only within `using`."""
-        return self._attachment.region if self._attachment else None
-
     def check_slots(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
         """Raises `ServerError` if parts are not within the region. Copies check no addresses."""
         region = self.region
@@ -170,21 +169,22 @@ class ClientSession(ForkGuarded):
         if len(offsets) != len(sizes) or max(map(add, offsets, sizes), default=0) > region.size_bytes:
             raise ServerError("the server named slots that are not in its region")
 
-    @contextlib.contextmanager
-    def using(self) -> Iterator[None]:
+    def begin_use(self, user: object) -> None:
         """Keeps the region mapped and the slots reserved during a copy. Raises `SessionLost`."""
         with self._lock:
             if self.ended:
                 raise SessionLost("the session has ended")
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                close = self.ended and not self._users
-            if close:
-                self._close()
+            self._users.add(weakref.ref(user))
+
+    def end_use(self, user: object) -> None:
+        """Ends a use. Does nothing if `begin_use` has raised."""
+        with self._lock:
+            if weakref.ref(user) not in self._users:
+                return
+            self._users.remove(weakref.ref(user))
+            close = self.ended and not self._is_used()
+        if close:
+            self._close()
 
     @contextlib.contextmanager
     def cancelling(self, cancel: Callable[[], object]) -> Iterator[None]:
@@ -201,12 +201,12 @@ class ClientSession(ForkGuarded):
                 self._cancels.discard(cancel)
 
     def end(self) -> None:
-        """Ends the session. The region is unmapped after the last `using` block."""
+        """Ends the session. The region is unmapped after its last use."""
         with self._lock:
             if self.ended:
                 return
             self.ended = True
-            close = not self._users
+            close = not self._is_used()
             cancels = list(self._cancels)
         for cancel in cancels:
             cancel()
@@ -222,6 +222,9 @@ class ClientSession(ForkGuarded):
         """
         if self._attachment is not None:
             self._attachment.disconnect()
+
+    def _is_used(self) -> bool:
+        return any(user() is not None for user in self._users)
 
     def _close(self) -> None:
         if self._attachment is not None and not self._is_forked:  # the pinning is the parent's

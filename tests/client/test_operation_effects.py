@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -188,7 +187,7 @@ def test_a_store_of_some_keys_that_has_ended_when_its_stream_breaks(script: Scri
             sent.extend(frame.payload)
         return pushed(PART, completed=True)
 
-    with ExitStack() as held:
+    with script.operations.held() as held:
         writing = script.perform(script.operations.begin_write(held, keys, {}), first)
         writing.batch.memory[: 4 * PART] = b"".join(bytes([number]) * PART for number in (1, 3, 4, 5))
         writing.batch.failed.add(0)  # the block of the second key
@@ -202,7 +201,7 @@ def test_a_store_of_some_keys_that_has_ended_when_its_stream_breaks(script: Scri
 
 def test_a_stream_does_not_complete_a_store_with_failed_blocks(script: Script) -> None:
     """The call that completes the store names the blocks that the caller did not write."""
-    with ExitStack() as held:
+    with script.operations.held() as held:
         writing = script.perform(script.operations.begin_write(held, KEYS, {}), granted(GRANTED, GRANTED))
         writing.batch.failed.add(1)
         script.perform(script.operations.end_write(writing), pushed(2 * PART), cache_pb2.CompleteStoreResponse())
@@ -303,7 +302,7 @@ def test_slots_that_cannot_be_right_are_refused(slots: list[int], sizes: list[in
     """Fewer slots than items, a size that no part has, or memory outside of the region."""
     script = Script(region_bytes=64)
     located = cache_pb2.PrepareLoadResponse(slot_offsets=pack_offsets(slots), part_sizes_bytes=pack_offsets(sizes))
-    with pytest.raises(ServerError), ExitStack() as held:
+    with pytest.raises(ServerError), script.operations.held() as held:
         script.perform(script.operations.begin_read(held, 5, [0, 1]), located)
     assert script.calls() == ["CacheService/PrepareLoad"]
 
@@ -405,12 +404,45 @@ def test_a_store_that_the_server_has_received_is_completed(script: Script) -> No
     assert script.calls() == ["CacheService/PrepareStore", "Push", LOCATE, "CacheService/CompleteStore"]
 
 
+@pytest.mark.parametrize("is_added", [False, True])
+def test_an_interrupted_begin_of_a_use_leaves_no_use(
+    script: Script, monkeypatch: pytest.MonkeyPatch, *, is_added: bool
+) -> None:
+    """Otherwise the region would stay mapped after the end of the session."""
+    begin = script.session.begin_use
+
+    def interrupted(user: object) -> None:
+        if is_added:
+            begin(user)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script.session, "begin_use", interrupted)
+    with pytest.raises(KeyboardInterrupt), script.operations.held() as held:
+        held.use(script.session)
+    assert not script.session._users
+    assert script.withdrawn == []
+
+
+def test_an_interrupted_end_of_a_use_leaves_no_use() -> None:
+    """The region is unmapped when the session has ended and no other use is left."""
+    script, closed = Script(region_bytes=PART), list[bool]()
+    script.session._attachment.close = lambda: closed.append(True)  # type: ignore[union-attr, method-assign]
+    other, interrupted = script.operations.held(), script.operations.held()
+    for held in (other, interrupted):
+        held.use(script.session)
+    del interrupted, held
+    script.session.end()
+    assert not closed
+    other.__exit__(None, None, None)
+    assert closed
+
+
 @pytest.mark.parametrize(("error", "is_interrupted"), [(KeyboardInterrupt, True), (ValueError, False)])
 def test_an_interrupted_write_is_withdrawn(script: Script, error: type[BaseException], *, is_interrupted: bool) -> None:
     """The caller handles an `Exception` itself, by `abort_write`."""
-    held = ExitStack()
+    held = script.operations.held()
     script.perform(script.operations.begin_write(held, KEYS, {}), granted(GRANTED, GRANTED))
-    assert not held.__exit__(error, error(), None)
+    held.__exit__(error, error(), None)
     assert script.withdrawn == ([1] if is_interrupted else [])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -480,7 +479,7 @@ def test_items_of_a_lease_are_read(*, named: bool) -> None:
     answer = cache_pb2.PrepareLoadResponse(
         slot_offsets=pack_offsets([0, 64]), part_sizes_bytes=pack_offsets([PART] * 2)
     )
-    with ExitStack() as held:
+    with script.operations.held() as held:
         reading = script.perform(script.operations.begin_read(held, lease, [1, 0]), answer, send)
         assert [bytes(view) for view in reading.batch.views()] == [bytes([1] * PART), bytes([2] * PART)]
         ending = script.operations.end_read(reading.session, reading.lease_id, release=True)
@@ -498,7 +497,7 @@ def test_a_store_names_its_keys_and_retention() -> None:
     script = Script()
     answer = cache_pb2.PrepareStoreResponse(statuses=bytes([2, 1]), store_id=6, not_retained_blocks=1)
     done = cache_pb2.CompleteStoreResponse()
-    with ExitStack() as held:
+    with script.operations.held() as held:
         writing = script.perform(
             script.operations.begin_write(held, KEYS, {"request_id": "r", "retain_for": 4.0}), answer
         )

@@ -394,7 +394,7 @@ CLIENT_FAULTS = (
     Fault(
         "a load without a leading hit keeps its lease",
         "client/operations/loads.py",
-        "            if found.id:\n                yield from self._release_granted(found, grant.id)\n            return 0",
+        "            if found.id:\n                yield from self._release_granted(found, held.grant_id)\n            return 0",
         "            return 0",
     ),
     Fault(
@@ -406,8 +406,8 @@ CLIENT_FAULTS = (
     Fault(
         "the wait of a new request is not in the deadline of its call",
         "client/operations/lookups.py",
-        '"CacheService/BeginRequest", request, wait)',
-        '"CacheService/BeginRequest", request)',
+        '"CacheService/BeginRequest", request, wait, grant_id',
+        '"CacheService/BeginRequest", request, grant_id',
     ),
     Fault(
         "a part that arrived in part counts as complete",
