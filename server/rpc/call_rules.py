@@ -21,7 +21,7 @@ from ..telemetry.logs import get_logger
 from ..telemetry.tracing import Tracing
 from .in_flight_limits import RefusalPace
 
-__all__ = ["CallRules", "CallRefusal", "session_id_of"]
+__all__ = ["CallRefusal", "CallRules", "session_id_of"]
 
 _log = get_logger(__name__)
 

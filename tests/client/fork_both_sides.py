@@ -107,13 +107,14 @@ def _work(client: Client, name: str, stop: threading.Event, failures: list[str])
 
 def _work_once(client: Client, salt: str, failures: list[str]) -> None:
     keys = [key_of(number, salt=f"{salt} {os.getpid()}") for number in range(BATCH)]
-    # In about one of a thousand forks gRPC's own handlers end a call or connection of the parent.
+    # In about one of a thousand forks gRPC's own handlers end a call or connection of the parent. On
+    # a busy machine this is more frequent. With TLS the error may name the broken record.
     try:
         statuses = client.store(keys, [payload(key, PART) for key in keys])
         found = filled(BATCH, PART)
         hits = client.load(keys, found)
     except Exception as error:  # noqa: BLE001 - each one is a failure of the test
-        if not isinstance(error, Unavailable):
+        if not isinstance(error, Unavailable) and "TSI_DATA_CORRUPTED" not in str(error):
             failures.append(f"{salt}: {error!r}")
         client.wait_until_connected(60)
         return
