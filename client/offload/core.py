@@ -6,7 +6,7 @@ monotonic clock. Once per step the adapter fetches all new loads and saves as on
 core sends requests to the server through ``OffloadServer``. Calls for one request:
 
     arrived -> match (repeated while it returns None) -> allocated -> [loads_ended]
-    -> plan_saves (every step) -> take_plan (every step) -> finished
+    -> due, plan_saves (every step) -> take_plan (every step) -> finished
 
 Other events: ``lookup_ended``, ``saves_ended``, ``preempted``, ``server_changed``, ``reset`` and
 ``emptied``. For a request without a call of ``arrived`` the core loads and saves nothing; the
@@ -36,7 +36,7 @@ from .model import (
     SaveJob,
     StepPlan,
 )
-from .saves import EndedSave, SavePlanner
+from .saves import DueRequests, EndedSave, SavePlanner, SaveProgress
 
 __all__ = ["OffloadCore", "ScheduledRequest"]
 
@@ -86,6 +86,7 @@ class OffloadCore:
         if options.mode is OffloadMode.LAZY:
             self._lookahead = EvictionLookahead(geometry, options.batched_tokens, pool)
         self._requests: dict[str, OffloadRequest] = {}
+        self._due = DueRequests()
         self._loading: set[str] = set()
         # Requests whose preemption `match` has handled in this step. `preempted` skips them.
         self._restarted: set[str] = set()
@@ -105,6 +106,7 @@ class OffloadCore:
         too high, ``match`` needs a second lookup. If it is None, ``match`` starts the lookup.
         """
         state = self._requests[request.request_id] = OffloadRequest(request)
+        self._due.add(request.request_id)
         if engine_tokens is None or not self._may_look_up(state):
             return False
         return self._loads.begin(state, engine_tokens, now) is not None
@@ -177,13 +179,31 @@ class OffloadCore:
 
     # ---- saves
 
+    def due(self, new_tokens: Mapping[str, int], usual: int = 1) -> list[str]:
+        """Returns the requests of a step that ``plan_saves`` must get, in the order of the step.
+
+        The adapter calls this once per step. Most decode steps fill no block, so the list is empty.
+        A request that ``plan_saves`` does not get remains due.
+
+        ``new_tokens``: number of tokens that the engine computes in this step, by request.
+        ``usual``: number of tokens up to which a request is not looked at in every step.
+        """
+        return self._due.of_step(new_tokens, usual)
+
+    def all_due(self) -> None:
+        """Makes every request due. The adapter calls this if ``due`` was not called for a step."""
+        for request_id in self._requests:
+            self._due.add(request_id)
+
     def plan_saves(self, computed: Iterable[ScheduledRequest], now: float) -> list[EndedSave]:
         """Plans this step's saves. Returns the saves that are lost (see ``save_lost_after_s``).
 
-        The adapter calls this once per step, after the engine has scheduled the step.
+        The adapter calls this once per step, after the engine has scheduled the step. ``computed``
+        contains at least the requests that are ``due``.
         """
         lost = self._saves.expire(now)
-        self._saves_ended(lost, now)
+        if lost or self._reset is not _Reset.NONE:
+            self._saves_ended(lost, now)
         if self._reset is _Reset.NONE:
             self._offer(computed, now)
         return lost
@@ -192,7 +212,8 @@ class OffloadCore:
         """Returns the jobs of this step. The adapter must send them to the workers at once."""
         plan, self._plan = self._plan, StepPlan()
         self._restarted.clear()
-        self._saves.sent(plan.saves, now)
+        if plan.saves:
+            self._saves.sent(plan.saves, now)
         return plan
 
     def saves_ended(
@@ -300,8 +321,18 @@ class OffloadCore:
                 if not drafts:
                     self._saves.step_ends(state.progress, tokens)
                 self._add_save(self._saves.plan(state.engine, state.progress, tokens, read_table, now), state)
+                self._set_due(request_id, state.progress, tokens)
+            elif state is None or not state.engine.may_save:
+                self._due.discard(request_id)
         if self._lookahead is not None and (blocks := self._lookahead.choose(self._saves.hold_budget, now)):
             self._add_save(self._saves.plan_named(blocks, was_free=True))
+
+    def _set_due(self, request_id: str, progress: SaveProgress, tokens: int) -> None:
+        """Sets when the request is offered again. ``tokens``: number of its computed tokens."""
+        if tokens < progress.next_full_at and not progress.missed:
+            self._due.postpone(request_id, progress.next_full_at - tokens)
+        else:
+            self._due.add(request_id)
 
     def _may_look_up(self, state: OffloadRequest) -> bool:
         return self._reset is _Reset.NONE and state.engine.may_load
@@ -315,6 +346,7 @@ class OffloadCore:
         return state.engine.may_save and (self._lookahead is None or state.engine.request_level)
 
     def _store_again(self) -> None:
+        self.all_due()
         for state in self._requests.values():
             state.progress.restart()
         if self._lookahead is not None:
@@ -323,6 +355,7 @@ class OffloadCore:
     def _restart(self, state: OffloadRequest) -> None:
         self._loads.drop(state)
         state.progress.restart()
+        self._due.add(state.engine.request_id)
         state.phase = RequestPhase.WAITING
 
     def _load_ended(self, state: OffloadRequest) -> None:
@@ -345,14 +378,23 @@ class OffloadCore:
         for save in complete:
             if self._lookahead is not None:
                 self._lookahead.ended(save, now)
+            if save.not_stored or save.suspect:
+                self._missed()
             state = self._saving.pop(save.job.job_id, None)
             if state is not None:
                 state.saves_in_flight -= 1
                 self._end_at_server(state)
         self._empty_when_drained()
 
+    def _missed(self) -> None:
+        """Makes requests due whose blocks were not stored. A block may belong to several."""
+        for request_id, state in self._requests.items():
+            if state.progress.missed:
+                self._due.add(request_id)
+
     def _end(self, state: OffloadRequest) -> None:
         state.phase = RequestPhase.ENDED
+        self._due.discard(state.engine.request_id)
         del self._requests[state.engine.request_id]
         self._end_at_server(state)
 

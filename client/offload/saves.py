@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from ...protos.backoff import Backoff
@@ -35,7 +36,7 @@ from .model import (
     SaveJob,
 )
 
-__all__ = ["EndedSave", "SavePlanner", "SaveProgress", "store_backoff"]
+__all__ = ["DueRequests", "EndedSave", "SavePlanner", "SaveProgress", "store_backoff"]
 
 # Up to this time it is cheaper to wait for a save than to recompute a preempted request.
 _SHORT_WAIT_S = 0.5
@@ -99,6 +100,51 @@ class SaveProgress:
         if not missed:
             self.missed.pop(group_index, None)
         return due
+
+
+class DueRequests:
+    """Requests that may have a block to offer, so that a step need not look at all requests.
+
+    A request waits here until it may fill its next block. The clock counts tokens: in each step it
+    advances by the largest number of tokens that a waiting request may have gained.
+    """
+
+    def __init__(self) -> None:
+        self._clock = 0
+        self._due: set[str] = set()
+        # Clock at which a waiting request becomes due, and a heap of these. Only the latest entry
+        # of a request counts.
+        self._due_at: dict[str, int] = {}
+        self._heap: list[tuple[int, str]] = []
+
+    def add(self, request_id: str) -> None:
+        """The request is due until `postpone` or `discard` is called."""
+        self._due.add(request_id)
+
+    def postpone(self, request_id: str, tokens: int) -> None:
+        """The request can fill no block before it has gained ``tokens`` more tokens."""
+        self._due.discard(request_id)
+        due_at = self._clock + tokens
+        if self._due_at.get(request_id) != due_at:
+            self._due_at[request_id] = due_at
+            heappush(self._heap, (due_at, request_id))
+
+    def discard(self, request_id: str) -> None:
+        self._due.discard(request_id)
+        self._due_at.pop(request_id, None)
+
+    def of_step(self, new_tokens: Mapping[str, int], usual: int) -> list[str]:
+        """Returns the requests among ``new_tokens`` that are due or gain more than ``usual``."""
+        most = max(new_tokens.values(), default=0)
+        self._clock += min(most, usual)
+        while self._heap and self._heap[0][0] <= self._clock:
+            due_at, request_id = heappop(self._heap)
+            if self._due_at.get(request_id) == due_at:
+                del self._due_at[request_id]
+                self._due.add(request_id)
+        if most <= usual and not self._due:
+            return []
+        return [name for name, count in new_tokens.items() if count > usual or name in self._due]
 
 
 class EndedSave(NamedTuple):
@@ -211,8 +257,9 @@ class SavePlanner:
             if end > progress.cursor(group.index) or (retry and group.index in progress.missed):
                 ends[group.index] = end
         if not ends:
-            progress.next_full_at = min((progress.cursor(g.index) + 1) * g.block_tokens for g in self._groups)
-        tables = read_table() if ends else None
+            progress.next_full_at = self._next_full_at(progress)
+            return None
+        tables = read_table()
         if tables is None:
             return None
         if retry:
@@ -225,6 +272,7 @@ class SavePlanner:
                 end = min(ends[group.index], len(table))
                 missed = progress.take_missed(group.index, end) if retry else []
                 self._offer(job, request, progress, group, missed, table[:end], now)
+        progress.next_full_at = self._next_full_at(progress)
         return self._hold(job)
 
     def plan_named(self, blocks: Iterable[FreeBlock], *, was_free: bool = False) -> SaveJob | None:
@@ -261,6 +309,8 @@ class SavePlanner:
 
     def expire(self, now: float) -> list[EndedSave]:
         """Removes and returns jobs with overdue reports. Their blocks count as not stored."""
+        if not self._jobs:
+            return []
         lost = []
         for state in self._jobs.values():
             if state.sent_at + self._lost_after_s > now:
@@ -274,6 +324,9 @@ class SavePlanner:
         """The server has changed: when a job in flight ends, all its blocks are offered again."""
         for state in self._jobs.values():
             state.suspect = True
+
+    def _next_full_at(self, progress: SaveProgress) -> int:
+        return min((progress.cursor(group.index) + 1) * group.block_tokens for group in self._groups)
 
     def _end(self, state: _JobState, now: float) -> EndedSave:
         job = state.job

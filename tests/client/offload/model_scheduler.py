@@ -45,6 +45,7 @@ class ModelScheduler:
     ) -> None:
         self.rng, self.geometry, self.server, self.workers = rng, geometry, server, workers
         self.pool, self.script, self.pipelined, self.sparse = pool, script, pipelined, rng.random() < 0.5
+        self.usual = rng.randint(1, 3)
         self.now = 100.0
         self.budget = options.batched_tokens
         self.layout = Layout(geometry)
@@ -90,9 +91,12 @@ class ModelScheduler:
         works = self.schedule()
         self.core.preempted(self.preempted)
         self.preempted.clear()
+        new_tokens = {work.request.request_id: work.end - work.start for work in works}
+        due = set(self.core.due(new_tokens, self.usual))
         computed = [
             ScheduledRequest(w.request.request_id, w.end, lambda w=w: w.request.tables, drafts=bool(w.drafts))
             for w in works
+            if w.request.request_id in due
         ]  # type: ignore[misc]
         self.core.plan_saves(computed, self.now)
         plan = self.core.take_plan(self.now)
