@@ -110,6 +110,11 @@ class HandoffCore:
         self._without_heartbeat: list[str] = []
 
     @property
+    def active(self) -> bool:
+        """Whether there is a request with a hand-off, or a pull that was not taken."""
+        return bool(self._requests or self._pulls)
+
+    @property
     def pending(self) -> bool:
         """Whether the engine must run further steps to send pulls or receive their reports."""
         return bool(self._pulls) or any(state.transfer is TransferState.PULLING for state in self._requests.values())

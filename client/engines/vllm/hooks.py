@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ...offload import LoadJob
@@ -23,7 +24,7 @@ from .compat import (
 )
 from .ranks import Parts
 from .scheduler.scheduler import SchedulerSide
-from .step_metadata import StepMetadata
+from .step_metadata import IDLE_WITHOUT_JOBS, NO_JOBS, StepMetadata
 from .worker.reports import WorkerReports
 from .worker.worker import WorkerSide
 
@@ -98,9 +99,10 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         the loads as failed.
         """
         step = self._build_step(scheduler_output)
-        step.parts = self._all_parts
         if step.loads or self._unsent_loads or (step.is_lost and self._open_loads):
-            step.loads = self._jobs_to_send(step)
+            step = replace(step, loads=self._jobs_to_send(step))
+        if self._all_parts is not None and step is not NO_JOBS and step is not IDLE_WITHOUT_JOBS:
+            step.parts = self._all_parts
         return step
 
     def _jobs_to_send(self, step: StepMetadata) -> list[LoadJob]:
@@ -118,7 +120,9 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     @never_raises(lambda: StepMetadata(is_lost=True))
     def _build_step(self, scheduler_output: Any) -> StepMetadata:
-        return self._scheduler.build_step(scheduler_output) if self._scheduler is not None else StepMetadata()
+        if self._scheduler is None:
+            return NO_JOBS
+        return self._scheduler.build_step(scheduler_output, is_awaited=bool(self._unsent_loads))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Called after each step with the reports of all workers."""

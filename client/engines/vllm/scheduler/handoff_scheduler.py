@@ -103,10 +103,12 @@ class HandoffScheduler:
         if self._core.awaits_peer:
             self._calls.wait_for_answer(_IDLE_WAIT_S)
 
-    def take_pulls(self) -> list[LoadJob]:
+    def take_pulls(self, now: float) -> list[LoadJob]:
         """Sends heartbeats that are due. Returns this step's pulls for the workers."""
+        if not self._core.active:
+            return []
         self._process_answers()
-        self._core.heartbeat(time.monotonic())
+        self._core.heartbeat(now)
         jobs = [self._job(pull) for pull in self._core.take_pulls()]
         for job in jobs:
             self._pulling[job.request_id] = self._pulling.get(job.request_id, 0) + job.num_blocks

@@ -31,7 +31,7 @@ from ..lora import LoraAdapters
 from ..peers import NoClient, Peers, ServerLink
 from ..request_settings import RequestSettings
 from ..stats import TransferCounters
-from ..step_metadata import StepMetadata
+from ..step_metadata import IDLE_WITHOUT_JOBS, NO_JOBS, StepMetadata
 from ..worker.reports import SAVE_LOST_AFTER_S, WorkerReport
 from .block_pool import VllmBlockPool
 from .handoff_scheduler import HandoffScheduler
@@ -117,6 +117,10 @@ class SchedulerSide:
         # Number of blocks of each load in flight, by request id.
         self._loading: dict[str, int] = {}
         self._resetting = False
+        # Whether the saves of the latest step were planned, so that the core knows its tokens.
+        self._is_planned = True
+        # Namespace of which the workers know, by its digest.
+        self._sent_digest: str | None = None
         if self._linked:
             self._events.follow(client)
         else:  # as if a reset had begun, because requests miss and nothing is saved until it ends
@@ -169,22 +173,32 @@ class SchedulerSide:
 
     # ---- once per step
 
-    def build_step(self, scheduler_output: Any) -> StepMetadata:
+    def build_step(self, scheduler_output: Any, *, is_awaited: bool = False) -> StepMetadata:
+        """Returns `NO_JOBS` or `IDLE_WITHOUT_JOBS` if there is nothing to tell the workers.
+
+        `is_awaited`: the caller adds jobs, so the step needs the namespace.
+        """
         is_idle = scheduler_output.total_num_scheduled_tokens == 0
         if is_idle:
             self._handoffs.wait_for_peer()
+        was_planned, self._is_planned = self._is_planned, False
+        if not was_planned:
+            self._core.all_due()
         self._process_answers()
+        now = time.monotonic()
         try:
-            self._core.preempted(scheduler_output.preempted_req_ids or ())
-            if lost := self._core.plan_saves(self._computed(scheduler_output), time.monotonic()):
-                self._count_saves(lost)
+            self._plan_saves(scheduler_output, now)
+            self._is_planned = True
         except Exception as error:  # noqa: BLE001 - as the comment says
             # Requests wait for the step's loads, so the loads must reach the workers anyway.
             self._log.warn("plan", f"planning saves failed: {error!r}", exc_info=True)
-        plan = self._core.take_plan(time.monotonic())
+        plan, pulls = self._core.take_plan(now), self._handoffs.take_pulls(now)
+        if not (plan.loads or plan.saves or pulls or is_awaited) and self._sent_digest == self._digest:
+            return IDLE_WITHOUT_JOBS if is_idle else NO_JOBS
         self._loading.update((job.request_id, job.num_blocks) for job in plan.loads)
+        self._sent_digest = self._digest
         return StepMetadata(
-            loads=plan.loads + self._handoffs.take_pulls(),
+            loads=plan.loads + pulls,
             saves=plan.saves,
             namespace_digest=self._digest,
             idle=is_idle,
@@ -367,13 +381,22 @@ class SchedulerSide:
             self._pool.learn_tag(adapted, tag)
         return adapted
 
-    def _computed(self, scheduler_output: Any) -> Iterable[ScheduledRequest]:
-        """Yields the step's requests that may be saved, without those whose vote is pending."""
+    def _plan_saves(self, scheduler_output: Any, now: float) -> None:
+        if scheduler_output.preempted_req_ids:
+            self._core.preempted(scheduler_output.preempted_req_ids)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        usual = 1 + max(map(len, drafts.values())) if drafts else 1
+        due = self._core.due(scheduler_output.num_scheduled_tokens, usual)
+        if lost := self._core.plan_saves(self._computed(due, scheduler_output) if due else (), now):
+            self._count_saves(lost)
+
+    def _computed(self, request_ids: Iterable[str], scheduler_output: Any) -> Iterable[ScheduledRequest]:
+        """Yields the requests that may be saved, without those whose vote is pending."""
         tables = scheduler_output.kv_connector_block_state
         if tables is None:
             return
-        for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
+        for request_id in request_ids:
             adapted = self._requests.get(request_id)
             if adapted is not None and not adapted.registration.voting:
-                tokens = adapted.request.num_computed_tokens + new_tokens
+                tokens = adapted.request.num_computed_tokens + scheduler_output.num_scheduled_tokens[request_id]
                 yield ScheduledRequest(request_id, tokens, functools.partial(tables.get_block_ids, request_id))

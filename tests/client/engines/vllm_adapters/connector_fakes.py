@@ -110,6 +110,7 @@ def make_step(tables: dict[str, list[list[int]]], **scheduled: int) -> Any:
         kv_connector_block_state=Tables(tables),
         num_scheduled_tokens=scheduled,
         total_num_scheduled_tokens=sum(scheduled.values()),
+        scheduled_spec_decode_tokens={},
         preempted_req_ids=set(),
     )
 

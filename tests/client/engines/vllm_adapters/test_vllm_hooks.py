@@ -182,7 +182,7 @@ class Scheduler:
         if request.request_id == "bad":
             raise KeyError("blocks")
 
-    def build_step(self, scheduler_output: Any) -> StepMetadata:
+    def build_step(self, scheduler_output: Any, *, is_awaited: bool) -> StepMetadata:
         return self.steps.pop(0)
 
     def saves_reported(self, report: object) -> None:
