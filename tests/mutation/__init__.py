@@ -43,7 +43,7 @@ _RELATED: Mapping[str, tuple[str, ...]] = {
         "groups", "namespaces", "hooks", "parts", "worker", "settings", "sleep", "stats", "lora", "peers", "ranks"
     ),
     "client/engines/vllm/scheduler/": _adapter_tests(
-        "parts", "reset", "saves", "holds", "settings", "policy", "stats", "events", "block_pool", "connector"
+        "parts", "reset", "saves", "holds", "settings", "policy", "stats", "events", "block_pool", "connector", "steps"
     ),
     "client/engines/vllm/worker/": _adapter_tests(
         "worker", "parts", "saves", "sleep", "stats", "copies", "device", "device_route"

@@ -272,6 +272,36 @@ CLIENT_FAULTS = (
         "self._pool.release(job.block_ids)",
     ),
     Fault(
+        "a request is looked at a step after it has filled a block",
+        "client/offload/saves.py",
+        "due_at = self._clock + tokens\n",
+        "due_at = self._clock + tokens + 1\n",
+    ),
+    Fault(
+        "a step with drafts counts as one token",
+        "client/offload/saves.py",
+        "self._clock += min(most, usual)",
+        "self._clock += 1",
+    ),
+    Fault(
+        "blocks that were not stored wait for the next block",
+        "client/offload/core.py",
+        "                self._missed()\n",
+        "                pass\n",
+    ),
+    Fault(
+        "tokens of a step whose plan failed are not counted",
+        _SCHEDULER,
+        "        if not was_planned:\n            self._core.all_due()\n",
+        "",
+    ),
+    Fault(
+        "a change of the namespace is not sent",
+        _SCHEDULER,
+        " and self._sent_digest == self._digest:",
+        ":",
+    ),
+    Fault(
         "a block counts as stored when one worker has stored it",
         "client/offload/saves.py",
         "if state.workers.bit_count() >= self._world_size:",
