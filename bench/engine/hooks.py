@@ -38,7 +38,7 @@ Seconds = dict[str, list[float]]
 
 
 def main() -> None:
-    """Prints the lower quartile of the microseconds per step: scheduler, worker, pickled message."""
+    """Prints microseconds per step, lower quartile: scheduler, worker and pickled message."""
     if sys.argv[1:] == ["child"]:
         serve()
         return

@@ -243,10 +243,9 @@ class HandoffCore:
     def heartbeat(self, now: float) -> None:
         """Renews the peers' holds of all requests that have not ended their pull (B2.1).
 
-        The adapter calls this once per step. Only every ``heartbeat_s`` seconds the core sends a
-        heartbeat for all these requests; for a new request it sends one at once. With the heartbeat
-        for all it fails each pull in parts whose claim got no answer until ``claim_timeout_s``
-        after its deadline.
+        The adapter calls this once per step. Every ``heartbeat_s`` seconds the core sends one for
+        all these requests; for a new request it sends one at once. With the heartbeat for all it
+        fails each pull whose claim got no answer until ``claim_timeout_s`` after its deadline.
         """
         new_requests, self._without_heartbeat = self._without_heartbeat, []
         if now >= self._next_heartbeat_at:
@@ -382,8 +381,7 @@ class HandoffCore:
                 self._pulls.append(BlockPull(state.params.remote, LoadJob(state.engine.request_id, reads, is_last)))
 
     def _fail_pull(self, state: HandoffState) -> None:
-        """Ends a pull that waits for further blocks."""
-        state.pull = None
+        state.pull = None  # it waits for further blocks
         self._pulls.append(BlockPull(state.params.remote, LoadJob(state.engine.request_id)))
 
     def _fail_unanswered(self, now: float) -> None:

@@ -45,7 +45,7 @@ class StepRig:
     def step(
         self, around_scheduler: Around = lambda act: act(), around_worker: Around = lambda act: act(), tokens: int = 0
     ) -> None:
-        """Runs the hooks of one step. `around_*` calls those of one half; `tokens`: of a prefill."""
+        """Runs the hooks of a step. `around_*` calls those of one half; `tokens`: of a prefill."""
         new_tokens = dict.fromkeys(self.requests, tokens) if tokens else self._new_tokens
         step = make_step(self._tables, **new_tokens)
         step.scheduled_spec_decode_tokens = self._drafts

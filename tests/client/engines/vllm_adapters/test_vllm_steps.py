@@ -19,7 +19,7 @@ from kvtier.client.engines.vllm.step_metadata import IDLE_WITHOUT_JOBS, NO_JOBS,
 
 BATCHES = (1, 32, 256)
 MOST_OF_SCHEDULER, MOST_OF_WORKER = 30, 15
-"""Function calls of a step, whatever the number of requests."""
+"""Function calls of a step, for any number of requests."""
 STEPS = 40
 
 
