@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from bench.calls import BESIDE
 from bench.measure import percentile
@@ -89,9 +90,11 @@ def serve() -> None:
     from kvtier.client.engines import identity
     from kvtier.client.engines.vllm import connector
 
-    connector.Client = Server  # type: ignore[misc, assignment]
-    identity.process_started_at = lambda: math.inf  # the files of the model are new
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
+    with (
+        patch.object(connector, "Client", Server),
+        patch.object(identity, "process_started_at", lambda: math.inf),  # the files are new
+        tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder,
+    ):
         (Path(folder) / "config.json").write_text("{}")
         (Path(folder) / "model.safetensors").write_bytes(b"weights")
         for line in sys.stdin:
