@@ -86,10 +86,16 @@ test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of
 test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take long: many kills, curves, hangs, documentation (4 to 12 minutes on 2 cores)
 	$(PYTEST_ON_TWO_CORES) -m slow $(ARGS)
 
-# NEXT: the Python code of the next vLLM over the compiled libraries of this one.
-TESTS ?= tests/engines tests/client/engines/vllm_adapters
+# NEXT: the Python code of the next vLLM over the compiled libraries of this one. An engine takes all
+# cores, so tests with engines run one at a time; those of the adapters run in several processes.
+ENGINE_TESTS = $(if $(NEXT),$(VLLM_NEXT),$(VLLM))/bin/python -m pytest -W default -m engines
 test-engines: $(if $(NEXT),$(VLLM_NEXT),$(VLLM))/.stamp  ## Run the tests with real vLLM engines (installs 3.5 GB; 25 to 36 minutes on 2 idle cores); TESTS=FOLDER; NEXT=1: with the next vLLM
-	$(if $(NEXT),$(VLLM_NEXT),$(VLLM))/bin/python -m pytest -W default -m engines $(TESTS) $(ARGS)
+ifdef TESTS
+	$(ENGINE_TESTS) $(TESTS) $(ARGS)
+else
+	$(ENGINE_TESTS) --numprocesses 2 --dist worksteal tests/client/engines/vllm_adapters $(ARGS)
+	$(ENGINE_TESTS) tests/engines $(ARGS)
+endif
 
 test-sglang: $(SGLANG)/.stamp  ## Run the tests with SGLang on the CPU (installs it in build/sglang: 3 GB; 5 to 14 minutes on 2 cores)
 	$(SGLANG_ON_CPU) $(SGLANG)/bin/python -m pytest -W default -m sglang tests/sglang_engine tests/client/engines/sglang_adapter $(ARGS)
