@@ -107,8 +107,8 @@ def _work(client: Client, name: str, stop: threading.Event, failures: list[str])
 
 def _work_once(client: Client, salt: str, failures: list[str]) -> None:
     keys = [key_of(number, salt=f"{salt} {os.getpid()}") for number in range(BATCH)]
-    # In about one of a thousand forks gRPC's own handlers end a call or connection of the parent. On
-    # a busy machine this is more frequent. With TLS the error may name the broken record.
+    # In about one of a thousand forks gRPC's own handlers end a call or connection of the parent;
+    # in more of them on a busy machine. With TLS the error may name the broken record.
     try:
         statuses = client.store(keys, [payload(key, PART) for key in keys])
         found = filled(BATCH, PART)
