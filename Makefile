@@ -88,13 +88,16 @@ test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take lon
 
 # NEXT: the Python code of the next vLLM over the compiled libraries of this one. An engine takes all
 # cores, so tests with engines run one at a time; those of the adapters run in several processes.
+# ARGS may select no test of one of the folders (exit status 5).
 ENGINE_TESTS = $(if $(NEXT),$(VLLM_NEXT),$(VLLM))/bin/python -m pytest -W default -m engines
 test-engines: $(if $(NEXT),$(VLLM_NEXT),$(VLLM))/.stamp  ## Run the tests with real vLLM engines (installs 3.5 GB; 25 to 36 minutes on 2 idle cores); TESTS=FOLDER; NEXT=1: with the next vLLM
 ifdef TESTS
 	$(ENGINE_TESTS) $(TESTS) $(ARGS)
 else
-	$(ENGINE_TESTS) --numprocesses 2 --dist worksteal tests/client/engines/vllm_adapters $(ARGS)
-	$(ENGINE_TESTS) tests/engines $(ARGS)
+	@failed=0; \
+	$(ENGINE_TESTS) --numprocesses 2 --dist worksteal tests/client/engines/vllm_adapters $(ARGS) || [ $$? -eq 5 ] || failed=1; \
+	$(ENGINE_TESTS) tests/engines $(ARGS) || [ $$? -eq 5 ] || failed=1; \
+	exit $$failed
 endif
 
 test-sglang: $(SGLANG)/.stamp  ## Run the tests with SGLang on the CPU (installs it in build/sglang: 3 GB; 5 to 14 minutes on 2 cores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, count
@@ -41,20 +42,21 @@ class Held:
     after any bytecode, also between the answer and the next `try`.
     """
 
-    __slots__ = ("__weakref__", "_lent", "_used", "_withdraw", "grant_id", "session")
+    __slots__ = ("__weakref__", "_itself", "_lent", "_used", "_withdraw", "grant_id", "session")
 
     def __init__(self, withdraw: Callable[[ClientSession, int], object], grant_id: int) -> None:
         self._withdraw = withdraw
         self.grant_id = grant_id
         self.session: ClientSession | None = None
         """Session of the call that may get the grant; None before the call."""
+        self._itself: weakref.ref[object] = weakref.ref(self)
         self._used: ClientSession | None = None
         self._lent: AbstractContextManager[memoryview] | None = None
 
     def use(self, session: ClientSession) -> None:
         """Keeps the region mapped and the slots reserved. Raises `SessionLost`."""
         self._used = session
-        session.begin_use(self)
+        session.begin_use(self._itself)
 
     def borrow(self, lent: AbstractContextManager[memoryview]) -> memoryview:
         """Keeps a staging buffer."""
@@ -74,7 +76,7 @@ class Held:
                 self._lent.__exit__(kind, error, trace)
         finally:
             if self._used is not None:
-                self._used.end_use(self)
+                self._used.end_use(self._itself)
 
 
 class SessionOperations:

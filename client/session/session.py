@@ -128,7 +128,8 @@ class ClientSession(ForkGuarded):
         self.calls = calls
         self.region = attachment.region if attachment is not None else None
         self._attachment = attachment
-        self._lock = threading.Lock()
+        # The garbage collector may end a use on a thread that holds the lock.
+        self._lock = threading.RLock()
         self._users: set[weakref.ref[object]] = set()
         """A user is gone if an interrupt came within its `end_use`."""
         self.ended = False
@@ -169,19 +170,23 @@ class ClientSession(ForkGuarded):
         if len(offsets) != len(sizes) or max(map(add, offsets, sizes), default=0) > region.size_bytes:
             raise ServerError("the server named slots that are not in its region")
 
-    def begin_use(self, user: object) -> None:
+    def begin_use(self, user: weakref.ref[object]) -> None:
         """Keeps the region mapped and the slots reserved during a copy. Raises `SessionLost`."""
         with self._lock:
             if self.ended:
                 raise SessionLost("the session has ended")
-            self._users.add(weakref.ref(user))
+            self._users.add(user)
 
-    def end_use(self, user: object) -> None:
-        """Ends a use. Does nothing if `begin_use` has raised."""
+    def end_use(self, user: weakref.ref[object]) -> None:
+        """Ends a use. Does nothing if `begin_use` has raised.
+
+        `user` is the object that `begin_use` got: the collector clears a reference to garbage
+        before it ends the use, and another reference would differ.
+        """
         with self._lock:
-            if weakref.ref(user) not in self._users:
+            if user not in self._users:
                 return
-            self._users.remove(weakref.ref(user))
+            self._users.remove(user)
             close = self.ended and not self._is_used()
         if close:
             self._close()
@@ -224,7 +229,7 @@ class ClientSession(ForkGuarded):
             self._attachment.disconnect()
 
     def _is_used(self) -> bool:
-        return any(user() is not None for user in self._users)
+        return any(user() is not None for user in list(self._users))
 
     def _close(self) -> None:
         if self._attachment is not None and not self._is_forked:  # the pinning is the parent's

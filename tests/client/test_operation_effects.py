@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -411,7 +413,7 @@ def test_an_interrupted_begin_of_a_use_leaves_no_use(
     """Otherwise the region would stay mapped after the end of the session."""
     begin = script.session.begin_use
 
-    def interrupted(user: object) -> None:
+    def interrupted(user: weakref.ref[object]) -> None:
         if is_added:
             begin(user)
         raise KeyboardInterrupt
@@ -435,6 +437,37 @@ def test_an_interrupted_end_of_a_use_leaves_no_use() -> None:
     assert not closed
     other.__exit__(None, None, None)
     assert closed
+
+
+def test_a_dropped_reader_ends_its_use_when_it_is_collected() -> None:
+    """The collector clears weak references to it before the generator ends."""
+    script, closed = Script(region_bytes=PART), list[bool]()
+    script.session._attachment.close = lambda: closed.append(True)  # type: ignore[union-attr, method-assign]
+
+    def read() -> Iterator[None]:
+        with script.operations.held() as held:
+            held.use(script.session)
+            yield
+
+    cycle: list[Any] = [read()]
+    next(cycle[0])
+    cycle.append(cycle)
+    script.session.end()
+    del cycle
+    assert not closed
+    gc.collect()
+    assert closed
+    assert not script.session._users
+
+
+def test_a_use_may_end_while_its_thread_holds_the_lock() -> None:
+    """The collector can run within the session's own methods."""
+    script = Script(region_bytes=PART)
+    held = script.operations.held()
+    held.use(script.session)
+    with script.session._lock:
+        held.__exit__(None, None, None)
+    assert not script.session._users
 
 
 @pytest.mark.parametrize(("error", "is_interrupted"), [(KeyboardInterrupt, True), (ValueError, False)])

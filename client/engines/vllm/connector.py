@@ -329,7 +329,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             return
         self._namespace = namespace
         self._worker.reconnect(digest)
-        self._digest = digest  # if the line above raises, the next step tries again
+        self._digest = digest  # if the line above raises, the next step with jobs tries again
 
     # ---- statistics and shutdown
 
