@@ -6,7 +6,7 @@ import _thread
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -38,6 +38,8 @@ __all__ = ["GrpcTransport", "ServiceTransport", "run_operation"]
 T = TypeVar("T")
 
 _FAILURES = (SessionLost, grpc.RpcError, grpc.FutureCancelledError, ValueError)
+_INTERRUPT_SECONDS = 0.5
+"""An interrupt of the main thread takes effect within this time."""
 
 
 def run_operation(performer: Performer, operation: Operation[T]) -> T:
@@ -246,14 +248,26 @@ def _run_apart(work: Callable[[], Any], on_interrupt: Callable[[], object] | Non
     try:
         # Not `threading.Thread`: an interrupt during its start would leave its lock locked.
         _thread.start_new_thread(run, ())
-        done.get()
+        _wait(done)
     except BaseException:
         # The interrupt can come before the work begins, and after it has ended.
         if not begun.acquire(blocking=False) and on_interrupt is not None and not outcome:
             on_interrupt()
-            done.get()
+            _wait(done)
         raise
     [(answer, error)] = outcome
     if error is not None:
         raise error
     return answer
+
+
+def _wait(done: SimpleQueue[None]) -> None:
+    """Waits in turns, because Python can miss a signal that arrives right before a wait begins.
+
+    It would handle that signal only after the wait.
+    """
+    while True:
+        try:
+            return done.get(timeout=_INTERRUPT_SECONDS)
+        except Empty:
+            continue

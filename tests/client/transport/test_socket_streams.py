@@ -146,14 +146,22 @@ class Retried:
         move(SimpleNamespace(push=push))
 
 
-def test_an_interrupt_also_cancels_the_stream_of_a_retry(request: pytest.FixtureRequest) -> None:
-    """That stream starts after the interrupt, which waits for its end."""
+def interrupt_a_wait() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+@pytest.mark.parametrize("interrupt", [interrupt_a_wait, _thread.interrupt_main], ids=["in a wait", "before a wait"])
+def test_an_interrupt_also_cancels_the_stream_of_a_retry(
+    request: pytest.FixtureRequest, interrupt: Callable[[], object]
+) -> None:
+    """That stream starts after the interrupt, which waits for its end.
+
+    `interrupt_main` ends no system call, as a signal that arrives right before one.
+    """
     transport = GrpcTransport.__new__(GrpcTransport)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores the signal
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    sockets = transport._sockets = Retried(
-        lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-    )
+    sockets = transport._sockets = Retried(interrupt)
     with pytest.raises(KeyboardInterrupt):
         transport._stream(mock.Mock(), lambda streams, on_start: streams.push(None, on_start))
     assert sockets.second.is_set()
