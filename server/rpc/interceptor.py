@@ -159,10 +159,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                 try:
                     if self.rules.authorize is not None:
                         self.rules.authorize(method, context)
-                    if receives or streams:
-                        request = await self._admit(
-                            method, context, outcome, request, receives=receives, streams=streams
-                        )
+                    request = await self._admit(method, context, outcome, request, receives=receives, streams=streams)
                     if receives:
                         account = await self._enter(request, context)
                     answer = self._start(account, behavior, request, context)
@@ -183,10 +180,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                 try:
                     if self.rules.authorize is not None:
                         self.rules.authorize(method, context)
-                    if receives or streams:
-                        request = await self._admit(
-                            method, context, outcome, request, receives=receives, streams=streams
-                        )
+                    request = await self._admit(method, context, outcome, request, receives=receives, streams=streams)
                     if receives:
                         account = await self._enter(request, context)
                     answers = self._start(account, behavior, request, context)

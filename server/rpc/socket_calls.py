@@ -32,7 +32,7 @@ from .call_rules import CallRules
 from .in_flight_limits import MessageBudget
 from .slice_scheduler import Account, SliceScheduler
 
-__all__ = ["SocketCallServer"]
+__all__ = ["CallContext", "SocketCallServer"]
 
 _log = get_logger(__name__)
 
