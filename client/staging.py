@@ -10,8 +10,10 @@ import logging
 import mmap
 import threading
 import weakref
+from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ..cuda.host.copy import address_of
 from ..cuda.host.pinning import PIN_CHUNK_BYTES, Pin, PinError
@@ -22,6 +24,7 @@ __all__ = ["StagingPool"]
 _log = logging.getLogger(__name__)
 
 _SMALLEST_BYTES = 4 << 20
+_size_of = attrgetter("size_bytes")
 
 
 class StagingPool(ForkGuarded):
@@ -31,7 +34,8 @@ class StagingPool(ForkGuarded):
         """`pin` pins each buffer before its first use, or as soon as pinning is allowed."""
         self._pin = pin
         self._keep = keep
-        self._lock = threading.Lock()
+        # The garbage collector may return a buffer on a thread that holds the lock.
+        self._lock = threading.RLock()
         self._free: list[_Buffer] = []
         self.refusal = ""
         """Why no further buffers are pinned."""
@@ -69,17 +73,18 @@ class StagingPool(ForkGuarded):
 
     def _take(self, nbytes: int) -> _Buffer | None:
         with self._lock:
-            for number, buffer in enumerate(self._free):
-                if buffer.size_bytes >= nbytes:
-                    return self._free.pop(number)
+            for buffer in self._free.copy():
+                if buffer.size_bytes >= nbytes and buffer in self._free:
+                    self._free.remove(buffer)
+                    return buffer
         return None
 
     def _give_back(self, buffer: _Buffer) -> None:
         with self._lock:
-            self._free.append(buffer)
-            self._free.sort(key=lambda kept: kept.size_bytes)
-            surplus = 0 if self._is_forked else max(0, len(self._free) - self._keep)
-            gone, self._free = self._free[:surplus], self._free[surplus:]
+            insort(self._free, buffer, key=_size_of)
+            gone = []
+            while len(self._free) > self._keep and not self._is_forked:
+                gone.append(self._free.pop(0))
         for smallest in gone:
             smallest.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,33 @@ def test_staging_buffers_of_an_engine_are_pinned(
             assert [bytes(read.memory[offset : offset + SMALL]) for offset in read.offsets] == [data] * 3
         assert notes.registered
     assert not notes.registered
+
+
+def test_a_buffer_may_return_while_its_thread_holds_the_lock() -> None:
+    """The garbage collector ends a dropped reader at any allocation, also one of the pool."""
+    pool = StagingPool()
+    lent = pool.lend(1)
+    lent.__enter__()
+
+    def give_back() -> None:
+        with pool._lock:
+            lent.__exit__(None, None, None)
+
+    thread = threading.Thread(target=give_back, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(pool._free) == 1
+
+
+def test_the_smallest_buffers_are_freed() -> None:
+    """In any order of their return."""
+    pool = StagingPool(keep=2)
+    lent = [pool.lend(size * SMALLEST) for size in (2, 8, 1, 4)]
+    for each in lent:
+        each.__enter__()
+    for each in lent:
+        each.__exit__(None, None, None)
+    assert [buffer.size_bytes for buffer in pool._free] == [4 * SMALLEST, 8 * SMALLEST]
+    with pool.lend(5 * SMALLEST) as view:
+        assert len(view) == 8 * SMALLEST
