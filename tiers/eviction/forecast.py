@@ -33,12 +33,12 @@ import itertools
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import ClassVar, Generic
 
 from .open_requests import OpenRequests
 from .policy import T
-from .request_chains import BlockRun, RankBucket, RequestChain, UseClock, children_first
+from .request_chains import BlockRun, RankBucket, RequestChain, StaleChains, UseClock, children_first
 from .reuse_model import BIN_ENDS, BINS, Kind, ReuseModel
 
 __all__ = ["Forecast"]
@@ -53,6 +53,11 @@ that is more."""
 _AGE_RESOLUTION = 16
 """A run stays in its age bin until at least 1/16 as many block uses as there are items have
 followed its last use. This limits the work per use."""
+_REFRESHED = 16
+"""If a request has more runs, a use refreshes only the runs that it touches, and as many stale runs
+of long requests, plus this number. So the time of a use does not grow with the prompt."""
+_AGED = 256
+"""Limit of runs that one use moves to their next age bins; the next uses move the others."""
 _MAX_TURN = 3
 _MAX_GROWTH = 8
 
@@ -63,7 +68,7 @@ class Forecast(Generic[T]):
     def __init__(self) -> None:
         self._model = ReuseModel()
         self._unknown = self._model.kind()
-        self._requests = OpenRequests[RequestChain[T]](RequestChain, RequestChain.close)
+        self._requests = OpenRequests[RequestChain[T]](RequestChain, self._close)
         self._count = 0
         self._ghosts: OrderedDict[Hashable, BlockRun[T]] = OrderedDict()
         self._buckets: dict[tuple[Kind, int], RankBucket[T]] = {}
@@ -71,6 +76,7 @@ class Forecast(Generic[T]):
         """The non-empty buckets, by rank. Ranks are unique, so buckets are never compared."""
         self._schedules: defaultdict[int, OrderedDict[BlockRun[T], None]] = defaultdict(OrderedDict)
         """Per bin the runs that will leave the bin, in the order of the clock at which they do."""
+        self._stale = StaleChains[T]()
         self._clock = UseClock()
         self._next_fit = float(_MIN_LEARNING_PERIOD)
         self._fit: Iterator[Kind | None] | None = None
@@ -91,7 +97,7 @@ class Forecast(Generic[T]):
             self._append(chain, old, piece, last=number == len(pieces))
         self._refresh(chain)
         if request is None:
-            chain.close()
+            self._close(chain)
         self._age_runs()
         self._learn_step()
 
@@ -218,7 +224,9 @@ class Forecast(Generic[T]):
         run = chain.new_run
         if run is None or not run.items or run.chain is not chain:
             chain.new_run = last
+            chain.touched[last] = None
             return
+        chain.touched[run] = None
         run.items += last.items
         run.at_risk += last.at_risk
         self._assign(last.items, run)
@@ -230,21 +238,41 @@ class Forecast(Generic[T]):
 
     def _append(self, chain: RequestChain[T], old: BlockRun[T] | None, piece: list[T], *, last: bool) -> None:
         """Appends a piece to a chain. `last`: whether this is the last piece of the use."""
-        position = chain.length
+        position, source = chain.length, chain.source
         chain.length += len(piece)
-        if old is not None and old.items == piece:
+        chain.source = old
+        if old is None:
+            self._append_new(chain, piece, position, last=last)
+        elif old is source and chain.tail is not None and chain.end_of_tail == position:
+            self._extend_tail(chain.tail, old, piece)  # an earlier slice of a lookup has begun it
+            chain.touched[chain.tail] = None
+        elif old.items == piece:
             old.pause = self._mean_pause(old)
             old.chain.runs.pop(old, None)
             old.chain, old.start, old.at_risk = chain, position, len(piece)
-            self._attach(chain, old)
-            return
-        if old is not None:
+            chain.attach(old)
+            chain.source = None
+        else:
             taken = self._add_run(chain, piece, position, self._mean_pause(old))
             if old.items:
                 old.follow(taken)
             else:
                 old.replace_by(taken)
-            return
+
+    def _extend_tail(self, tail: BlockRun[T], old: BlockRun[T], piece: list[T]) -> None:
+        """Adds the next blocks of a run to the tail of a chain, which has the blocks before them."""
+        if old.items == piece:
+            old.items, old.at_risk = [], 0
+            self._leave_bucket(old)
+            self._forget_run(old)
+        tail.items += piece
+        tail.at_risk += len(piece)
+        self._assign(piece, tail)
+        if not old.items:
+            old.replace_by(tail)
+
+    def _append_new(self, chain: RequestChain[T], piece: list[T], position: int, *, last: bool) -> None:
+        """Appends blocks that no earlier request has used."""
         tail = [piece.pop()] if last else []
         if piece:
             run = chain.new_run
@@ -252,6 +280,7 @@ class Forecast(Generic[T]):
                 run.items += piece
                 run.at_risk += len(piece)
                 self._assign(piece, run)
+                chain.touched[run] = None
             else:
                 chain.new_run = self._add_run(chain, piece, position, chain.pause)
         if tail:
@@ -265,15 +294,8 @@ class Forecast(Generic[T]):
     def _add_run(self, chain: RequestChain[T], items: list[T], position: int, pause: float) -> BlockRun[T]:
         run = BlockRun(chain, items, position, pause, self._unknown)
         self._assign(items, run)
-        self._attach(chain, run)
+        chain.attach(run)
         return run
-
-    def _attach(self, chain: RequestChain[T], run: BlockRun[T]) -> None:
-        """Appends a run to a chain, and sets the run that it follows in the prompt."""
-        chain.runs[run] = None
-        if chain.tail is not None and chain.tail.items:
-            run.follow(chain.tail)
-        chain.tail = run
 
     def _assign(self, items: Sequence[T], run: BlockRun[T]) -> None:
         for item in items:
@@ -283,12 +305,30 @@ class Forecast(Generic[T]):
     def _refresh(self, chain: RequestChain[T]) -> None:
         """Resets the age of a request's runs to 0, and determines their kinds again."""
         chain.last_use = self._clock.now
-        for run in chain.runs:
+        touched, chain.touched = chain.touched, {}
+        if len(touched) < len(chain.runs) > _REFRESHED:
+            self._refresh_runs(touched)
+            self._stale.used(chain)
+        else:
+            self._refresh_runs(chain.runs)
+        if stale := self._stale.take(len(touched) + _REFRESHED):
+            self._refresh_runs(stale)
+
+    def _refresh_runs(self, runs: Iterable[BlockRun[T]]) -> None:
+        for run in runs:
             if not run.at_risk:
                 continue
-            run.kind, run.bin = self._classify(run), 0
+            if run.used_at != run.chain.last_use:
+                run.used_at, run.bin = run.chain.last_use, 0
+            run.kind = self._classify(run)
             self._put_in_bucket(run)
             self._schedule(run)
+
+    def _close(self, chain: RequestChain[T]) -> None:
+        """Called at the end of a request."""
+        if len(chain.runs) > _REFRESHED:
+            self._stale.closed(chain)
+        chain.close()
 
     def _classify(self, run: BlockRun[T]) -> Kind:
         chain = run.chain
@@ -302,11 +342,13 @@ class Forecast(Generic[T]):
         )
 
     def _age_runs(self) -> None:
+        left = _AGED
         for schedule in list(self._schedules.values()):
-            while schedule:
+            while schedule and left:
                 run = next(iter(schedule))
                 if run.due > self._clock.now:
                     break
+                left -= 1
                 self._unschedule(run)
                 if not run.at_risk:
                     continue

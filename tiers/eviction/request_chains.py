@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Generic
 
 from .policy import T
 from .reuse_model import BINS, Kind
 
-__all__ = ["BlockRun", "RankBucket", "RequestChain", "UseClock", "children_first"]
+__all__ = ["BlockRun", "RankBucket", "RequestChain", "StaleChains", "UseClock", "children_first"]
 
 _WINDOW = 1 << 17
 """After this many block uses, the rate of earlier uses counts half."""
@@ -18,6 +19,8 @@ _CALIBRATION = 1 << 13
 """The scale is fixed after this many block uses, so that it does not follow the load."""
 _TOLERANCE = 16
 """The scale changes again if the rate has changed by more than this factor."""
+_MAX_STALE = 16
+"""Limit of chains that wait for a pass. Runs beyond it keep the kind that they have."""
 _USE_SHARE = 0.1
 """Part of the clock that counts uses, so that uses within one tick of a coarse clock have ages."""
 
@@ -25,7 +28,19 @@ _USE_SHARE = 0.1
 class RequestChain(Generic[T]):
     """The blocks of one request, as runs in chain order, and the turn of the conversation."""
 
-    __slots__ = ("last_block", "last_use", "length", "matched_length", "new_run", "pause", "runs", "tail", "turn")
+    __slots__ = (
+        "last_block",
+        "last_use",
+        "length",
+        "matched_length",
+        "new_run",
+        "pause",
+        "runs",
+        "source",
+        "tail",
+        "touched",
+        "turn",
+    )
 
     def __init__(self) -> None:
         self.last_use = 0.0
@@ -45,11 +60,28 @@ class RequestChain(Generic[T]):
         """A run of one block: the last block, which may be partly filled."""
         self.tail: BlockRun[T] | None = None
         """The run of the blocks that the request has used last."""
+        self.source: BlockRun[T] | None = None
+        """The run that had the blocks of `tail` before. Its next blocks extend `tail`."""
+        self.touched: dict[BlockRun[T], None] = {}
+        """The runs with new blocks since the last refresh."""
+
+    @property
+    def end_of_tail(self) -> int:
+        """Position behind the last block of `tail`; 0 if `tail` has no blocks of this chain."""
+        tail = self.tail
+        return tail.start + len(tail.items) if tail is not None and tail.chain is self and tail.items else 0
+
+    def attach(self, run: BlockRun[T]) -> None:
+        """Appends a run, and sets the run that it follows in the prompt."""
+        self.runs[run] = self.touched[run] = None
+        if self.tail is not None and self.tail.items:
+            run.follow(self.tail)
+        self.tail = run
 
     def close(self) -> None:
         """Drops the runs when the request has ended, to break reference cycles."""
-        self.runs = {}
-        self.new_run = self.last_block = self.tail = None
+        self.runs, self.touched = {}, {}
+        self.new_run = self.last_block = self.tail = self.source = None
 
 
 class BlockRun(Generic[T]):
@@ -69,6 +101,7 @@ class BlockRun(Generic[T]):
         "pause",
         "schedule",
         "start",
+        "used_at",
     )
 
     def __init__(self, chain: RequestChain[T], items: list[T], start: int, pause: float, kind: Kind) -> None:
@@ -81,6 +114,8 @@ class BlockRun(Generic[T]):
         """Mean pause between uses of the blocks, in units of the clock; 0 if unknown."""
         self.kind = kind
         self.bin = 0
+        self.used_at = 0.0
+        """Clock of the use from which `bin` counts the age."""
         self.bucket: RankBucket[T] | None = None
         """The bucket of the run; None while the run has no items."""
         self.due = 0.0
@@ -110,6 +145,50 @@ class BlockRun(Generic[T]):
         for child in list(self.children):
             child.follow(other)
         self.follow(None)
+
+
+class StaleChains(Generic[T]):
+    """Long chains that were used, and whose runs are not all refreshed yet.
+
+    A pass goes over all runs of a chain, some at a time. If the chain is used meanwhile, another
+    pass follows, because its turn and its length have changed.
+    """
+
+    def __init__(self) -> None:
+        self._passes: dict[RequestChain[T], Iterator[BlockRun[T]]] = {}
+        """The runs that are left of each pass. The first pass is continued first."""
+        self._again: set[RequestChain[T]] = set()
+        """Chains that were used after their pass began."""
+
+    def used(self, chain: RequestChain[T]) -> None:
+        self._again.add(chain)
+        self._passes.setdefault(chain, iter(()))
+        if len(self._passes) > _MAX_STALE:
+            oldest = next(iter(self._passes))
+            del self._passes[oldest]
+            self._again.discard(oldest)
+
+    def closed(self, chain: RequestChain[T]) -> None:
+        """Begins the last pass of a chain that is about to be closed."""
+        if chain in self._again:
+            self._begin(chain)
+
+    def take(self, most: int) -> list[BlockRun[T]]:
+        """Returns up to `most` runs that are to be refreshed."""
+        taken: list[BlockRun[T]] = []
+        while self._passes and len(taken) < most:
+            chain, left = next(iter(self._passes.items()))
+            runs = list(islice(left, most - len(taken)))
+            taken += (run for run in runs if run.chain is chain)
+            if not runs:
+                del self._passes[chain]
+                if chain in self._again:
+                    self._begin(chain)
+        return taken
+
+    def _begin(self, chain: RequestChain[T]) -> None:
+        self._again.discard(chain)
+        self._passes[chain] = iter(list(chain.runs))
 
 
 class RankBucket(Generic[T]):

@@ -2,7 +2,8 @@
 
 import gc
 import random
-from collections.abc import Hashable, Iterator
+import sys
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import pytest
@@ -465,6 +466,76 @@ def test_forecast_is_fast_for_alternating_runs(step: int) -> None:
     assert Watched.looked < 20 * 2000, "a search from the beginning would need a million"
     assert {*forecast.victims()} == {*one, *other}
     assert len(list(forecast.victims())) == len(forecast) == 2000
+
+
+def test_forecast_joins_the_slices_of_a_lookup() -> None:
+    """A lookup in slices leaves the same runs and the same order of victims as one in one piece."""
+    orders = []
+    for size in (100, 1000, 7):
+        forecast = Forecast[Item]()
+        items, later = ([Item((name, number)) for number in range(1000)] for name in ("first", "later"))
+        forecast.use(items, "store")
+        forecast.finish("store")
+        forecast.use(later, "another store")
+        for start in range(0, 500, size):
+            forecast.use(items[start : min(start + size, 500)], "lookup")
+        for start in range(500, 1000, size):
+            forecast.use(items[start : start + size], "lookup")
+        forecast.finish("lookup")
+        assert len({run_of(item) for item in items}) == 2, "all blocks, and the last block of the store"
+        orders.append(names(list(forecast.victims())))
+    assert orders[0] == orders[1] == orders[2]
+
+
+def functions_of(action: Callable[[], object]) -> int:
+    """Returns how many Python functions an action calls."""
+    called = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal called
+        called += event == "call"
+
+    sys.setprofile(count)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+def test_the_time_of_a_use_does_not_grow_with_the_request(policy: EvictionPolicy[Item]) -> None:
+    """A request uses many blocks that single requests have stored, 64 with each call."""
+    items = [Item(number) for number in range(8192)]
+    for item in items:
+        policy.use([item], now=item.name)
+    slices = [items[start : start + 64] for start in range(0, len(items), 64)]
+    costs = [functions_of(lambda part=part: policy.use(part, "lookup", 9000 + n)) for n, part in enumerate(slices)]
+    assert max(costs[-32:]) < 2 * max(costs[4:36]) + 100
+    later = [functions_of(lambda n=n: policy.use(items[:1], f"later {n}", 9200 + n)) for n in range(512)]
+    assert max(later) <= max(costs)
+    policy.finish("lookup")
+    assert {*policy.victims()} == {*items}
+
+
+def test_forecast_refreshes_long_requests_in_parts() -> None:
+    """After further uses all runs have the kind and the age of the request's last use."""
+    forecast = Forecast[Item]()
+    items = [Item(number) for number in range(600)]
+    for item in items:
+        forecast.use([item])
+    forecast.use(items, "first")
+    forecast.finish("first")
+    for start in range(0, 600, 50):
+        forecast.use(items[start : start + 50], "second")
+    runs = [run_of(item) for item in items]
+    chained = runs[0].chain
+    assert any(run.kind is not forecast._classify(run) for run in runs), "the turn is known at the end only"
+    forecast.finish("second")
+    other = Item("other")
+    for number in range(60):
+        forecast.use([other], number)
+    assert all(run.kind is forecast._classify(run) for run in runs)
+    assert all(run.bin == 0 and run.used_at == chained.last_use for run in runs)
 
 
 def feed(kind: Kind, rows: dict[int, tuple[int, int]]) -> None:
