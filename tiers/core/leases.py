@@ -5,8 +5,8 @@ A lease belongs to an engine and ends with the session that it was granted to.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import is_
@@ -14,28 +14,21 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import InvalidItem, LeaseNotFound, NotOwner, NotReady
 from ..secondary_tier import NamespaceId
-from ..types import EngineKey, EngineSession, KeyStatus, LeaseId, MissReason, Owner, tenant_of
+from ..types import EngineKey, EngineSession, KeyStatus, LeaseId, Owner, tenant_of
 from .block import Block
-from .call_specs import LookupSpec
-from .commands import Waiter
-from .conversations import Conversation
 from .cpu_tier import CpuTier
 from .pin_budget import count_bytes
-from .prefetches import PrefetchProgress
 from .sliced_work import UnpinQueue
 from .waiters import Waiters, take_items
 
 if TYPE_CHECKING:
-    from ..stats.miss_ratio_curve import MissRatioCurves
-    from ..stats.request_log import LookupRecord, OutcomeRun
+    from ..stats.request_log import LookupRecord
 
 
-__all__ = ["LOOKUP_SLICE", "PENDING_COST", "BlockLease", "LeaseTable", "LookupAnswer", "RunningLookup"]
+__all__ = ["PENDING_COST", "BlockLease", "LeaseTable"]
 
 K = TypeVar("K")
 
-LOOKUP_SLICE = 256
-"""Keys per slice of a lookup, at 1 to 2 µs per key."""
 LEASE_COST = 1024
 """Number of items that a lease counts as, in addition to its own, so that leases are few."""
 PENDING_COST = 16
@@ -150,91 +143,6 @@ class BlockLease:
         return NotReady(f"item {item} of the lease is not ready, or its block is lost")
 
 
-@dataclass(frozen=True, slots=True)
-class LookupAnswer:
-    """Result of a lookup.
-
-    Attributes:
-        keys: number of looked-up keys.
-        lease: the lease on the hits; None if there are no hits.
-        retries: positions of keys with an outstanding query to a shared tier (B3.15).
-        not_retained: number of hits that are not retained, because the retention budget is used up.
-    """
-
-    keys: int
-    lease: BlockLease | None
-    retries: Sequence[int] = ()
-    not_retained: int = 0
-
-    def statuses(self) -> bytes:
-        statuses = self.lease.statuses() if self.lease else bytes([KeyStatus.MISS]) * self.keys
-        if not self.retries:
-            return statuses
-        deferred = bytearray(statuses)
-        for position in self.retries:
-            deferred[position] = KeyStatus.RETRY
-        return bytes(deferred)
-
-
-@dataclass(slots=True, eq=False)
-class RunningLookup:
-    """A running lookup. Between two slices its lease owns the pins of the hits.
-
-    Attributes:
-        position: number of keys that the slices so far have looked up.
-        counted: number of leading keys that were examined for `min_hits` before the first slice.
-        is_short: whether there are fewer leading hits than `min_hits`. Then no key is a hit.
-        lease: the lease on the hits so far; None if there are none.
-        rest: reason of the misses in further slices, if no further key can be a hit.
-        record: the lookup in the request log.
-        prefetch: progress, if the lookup is a prefetch, which has no lease.
-        conversation: records the looked-up keys; None without a conversation.
-    """
-
-    session: EngineSession
-    owner: Owner
-    keys: Sequence[bytes]
-    spec: LookupSpec
-    excluded: Collection[int]
-    retain_until: float
-    """End of the retention of the hits, in seconds of the core's clock; 0 for none."""
-    slice_keys: int = LOOKUP_SLICE
-    position: int = 0
-    counted: int = 0
-    is_short: bool = False
-    lease: BlockLease | None = None
-    retries: list[int] = field(default_factory=list)
-    not_retained: int = 0
-    rest: MissReason | None = None
-    record: LookupRecord | None = None
-    uncounted: deque[tuple[Sequence[bytes], tuple[OutcomeRun, ...]]] = field(default_factory=deque)
-    """Keys and outcomes of the slices that the miss-ratio curves do not have. These are all slices
-    until the last one if there are shared tiers, because a client repeats a lookup with RETRY keys,
-    and if there is `min_hits`, because the hits may become misses."""
-    prefetch: PrefetchProgress | None = None
-    conversation: Conversation | None = None
-    may_wait: bool = False
-    lacks_room: bool = False
-    """Whether the last slice ended before the first block for which there was no room."""
-    is_over_budget: bool = False
-    """Whether the leases of the tenant pin as much as they may. Other tenants may have room."""
-    waiter: Waiter | None = None
-    """Place in the room queue, if the lookup waits for room."""
-    user: Hashable = None
-    """The request, for eviction policies. A lookup in slices counts as one use of its blocks."""
-
-    def answer(self) -> LookupAnswer:
-        return LookupAnswer(len(self.keys), self.lease, self.retries, self.not_retained)
-
-    def count_references(self, curves: MissRatioCurves | None) -> bool:
-        """Adds one slice to the miss-ratio curves; returns whether uncounted slices are left."""
-        if curves is None or self.retries:
-            self.uncounted.clear()
-        elif self.uncounted:
-            curves.looked_up(self.session.namespace, *self.uncounted.popleft())
-        return bool(self.uncounted)
-
-
 class LeaseTable:
     """The leases by id, and the pending blocks that leases wait for."""
 
@@ -320,31 +228,32 @@ class LeaseTable:
         self._tenant_items[tenant] += len(items) + PENDING_COST * (lease.pending - pending)
 
     def _count_blocks(self, items: Sequence[Block | None], tenant: bytes) -> None:
-        nbytes = held = 0
+        nbytes = held = 0  # of one rank
         for block in items:
             if block is not None:
-                block.leases += 1
-                if block.leases == 1:
-                    nbytes += (size := block.queue.size_class * len(block.slots))  # its bytes
+                block.leases = leases = block.leases + 1
+                if leases == 1:
+                    nbytes += (size := block.queue.size_class)
                     held += size if block.held else 0
         if nbytes:  # an entry of 0 would stay
-            self.leased_bytes[tenant] += nbytes
-        if held:
-            count_bytes(self.only_held_bytes, tenant, -held)
+            ranks = _ranks_of(items)
+            self.leased_bytes[tenant] += ranks * nbytes
+            if held:
+                count_bytes(self.only_held_bytes, tenant, -ranks * held)
 
     def _unpin(self, blocks: Sequence[Block]) -> None:
-        """Removes one pin of a lease per block. The blocks belong to one tenant."""
-        nbytes = held = 0
+        """Removes one pin of a lease per block. The blocks belong to one namespace."""
+        nbytes = held = 0  # of one rank
         for block in blocks:
-            block.leases -= 1
-            if not block.leases:
-                size = block.queue.size_class * len(block.slots)
-                nbytes += size
+            block.leases = leases = block.leases - 1
+            if not leases:
+                nbytes += (size := block.queue.size_class)
                 held += size if block.held else 0
         if nbytes:
-            count_bytes(self.leased_bytes, tenant_of(blocks[0].namespace), -nbytes)
-        if held:
-            self.only_held_bytes[tenant_of(blocks[0].namespace)] += held
+            ranks, tenant = _ranks_of(blocks), tenant_of(blocks[0].namespace)
+            count_bytes(self.leased_bytes, tenant, -ranks * nbytes)
+            if held:
+                self.only_held_bytes[tenant] += ranks * held
         self._cpu_tier.unpin(blocks)
 
     def is_open(self, lease: BlockLease) -> bool:
@@ -440,6 +349,11 @@ class LeaseTable:
 
     def expired(self, now: float) -> list[BlockLease]:
         return [lease for lease in self._leases.values() if lease.expires_at <= now]
+
+
+def _ranks_of(blocks: Iterable[Block | None]) -> int:
+    """Returns the number of ranks of the blocks' namespace. To ask each block costs a cache miss."""
+    return len(next(block.slots for block in blocks if block is not None))
 
 
 def _discard(index: dict[K, dict[BlockLease, None]], key: K, lease: BlockLease) -> bool:

@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterable
 from ..secondary_tier import NamespaceId
 from ..types import MissReason
 from .block import Block
+from .block_matcher import LookupMatch
 from .cpu_tier import CpuTier
-from .leases import RunningLookup
-from .miss_explainer import LookupMatch
 from .pin_budget import PinBudget
 from .prefetches import PrefetchBudget
 from .presence_cache import Presence
 from .room_queue import RoomQueue
+from .running_lookup import RunningLookup
 from .secondary_state import SecondaryTierState
 from .tier_jobs import TierJobs
 

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from ..errors import LimitExceeded
 from ..stats.counters import HitCounters
 from ..stats.eviction_history import EvictionHistory
 from ..stats.miss_ratio_curve import MissRatioCurves
 from ..stats.request_log import LookupRecord, OutcomeRun, RequestLog, limit_runs, without_hits
-from ..types import EngineSession, MissReason, NamespaceSpec, Owner
+from ..types import EngineSession, MissReason, Owner
 from .block import Block
+from .block_matcher import OTHER_COST, BlockMatcher, LookupMatch
 from .call_specs import LookupSpec
 from .commands import Command, EndReaders
 from .conversations import Conversation, ConversationTable
 from .cpu_tier import CpuTier
-from .leases import LOOKUP_SLICE, BlockLease, LeaseTable, LookupAnswer, RunningLookup
+from .leases import BlockLease, LeaseTable
 from .lookup_room import LookupRoom
-from .miss_explainer import LookupMatch, MissExplainer
+from .miss_explainer import MissExplainer
 from .operations import Operation
 from .pin_budget import PinBudget
 from .prefetches import PrefetchAnswer, PrefetchProgress
 from .presence_cache import Presence
 from .room_queue import RoomQueue
+from .running_lookup import LOOKUP_SLICE, LookupAnswer, RunningLookup
 from .sliced_work import UnpinQueue
 from .tier_jobs import TierJobs
 
@@ -78,6 +80,7 @@ class LookupHandler:
         self._miss_ratio_curves = miss_ratio_curves
         self._unpins = unpins
         self._commands = commands
+        self._matcher = BlockMatcher(cpu_tier, self._residency)
         self._misses = MissExplainer(cpu_tier, self._residency, history)
         self.remember_namespace = self._misses.remember_namespace
 
@@ -159,18 +162,20 @@ class LookupHandler:
         if lookup.uncounted and lookup.position == len(lookup.keys):
             return lookup.count_references(self._miss_ratio_curves)
         namespace, start = lookup.session.namespace, lookup.position
-        size = lookup.slice_keys if lookup.waiter is None else min(lookup.slice_keys, WAITING_SLICE)
+        size, others = _sizes_of_slice(lookup)
         resetting = self._cpu_tier.pending_reset_blocks(namespace.id)
-        if not resetting and lookup.rest is None and self._count_hits(lookup, size):
+        if not resetting and lookup.rest is None and self._count_hits(lookup, others):
             self._residency.send_queries()
             return True
-        keys = self._next_keys(lookup, size)
+        keys = lookup.keys[start : start + size]
         match = LookupMatch(deferred=bool(lookup.retries), counted=lookup.prefetch is None)
         if resetting:
             lookup.rest = MissReason.RESET
         elif lookup.rest is None:
             self.check_room(lookup.session, len(lookup.keys) - start)
-            keys = self._find(lookup, keys, match)
+            keys = self._find(lookup, keys, match, others)
+        if lookup.conversation is not None:
+            self._conversations.add(lookup.conversation, keys)
         runs, first_miss = self._misses.explain(lookup, keys, match)
         self._record(lookup, now, runs, first_miss)
         if not resetting:
@@ -187,15 +192,6 @@ class LookupHandler:
             return True
         self._finish(lookup)
         return lookup.count_references(self._miss_ratio_curves)
-
-    def _next_keys(self, lookup: RunningLookup, size: int) -> Sequence[bytes]:
-        """Returns the keys of the next slice, and records them for the conversation."""
-        keys = lookup.keys[lookup.position : lookup.position + size]
-        if lookup.conversation is not None:
-            self._conversations.add(lookup.conversation, keys)
-        if lookup.user is None and len(keys) < len(lookup.keys):
-            lookup.user = lookup
-        return keys
 
     def abandon(self, lookup: RunningLookup) -> None:
         """Ends a lookup without hits: ends its lease, if that is still open."""
@@ -305,14 +301,17 @@ class LookupHandler:
                 lease.record.fail(item, reason)
         return len(items)
 
-    def _find(self, lookup: RunningLookup, keys: Sequence[bytes], match: LookupMatch) -> Sequence[bytes]:
+    def _find(self, lookup: RunningLookup, keys: Sequence[bytes], match: LookupMatch, others: int) -> Sequence[bytes]:
         """Pins the hits among the next keys of a lookup, and starts promotions.
 
-        Returns the keys that it has looked up: if the lookup waits for room, those before the first
-        block without room.
+        Returns the keys that it has looked up: leading hits of the CPU tier, and at most this
+        number of others. If the lookup waits for room, only those before the first block without
+        room.
         """
         spec = lookup.spec
-        self._match(lookup.session.namespace, keys, lookup.excluded, match, prefix=spec.prefix)
+        keys = self._matcher.match(lookup, keys, match, others)
+        if lookup.user is None and lookup.position + len(keys) < len(lookup.keys):
+            lookup.user = lookup
         if spec.prefix and not match.retries and not match.deferred:
             found = lookup.position + len(match.items)
             if lookup.is_short or (found < spec.min_hits and not lookup.counted):
@@ -322,65 +321,6 @@ class LookupHandler:
             return keys
         lookup.user = lookup if lookup.user is None else lookup.user
         return keys[: len(match.items)]
-
-    def _match(
-        self,
-        namespace: NamespaceSpec,
-        keys: Sequence[bytes],
-        excluded: Collection[int],
-        match: LookupMatch,
-        *,
-        prefix: bool,
-    ) -> None:
-        blocks = self._cpu_tier.blocks_of(namespace.id)
-        items = match.items
-        for block in map(blocks.get, keys):  # the common case: a run of ready blocks
-            if block is None or not block.ready:
-                break
-            block.pins += 1
-            items.append(block)
-        match.ready = len(items)
-        match.sources.extend(bytes(match.ready))
-        # A prefix has at most one miss.
-        known = None if prefix else self._residency.keys_among(namespace.id, keys[match.ready :])
-        absent = 0
-        for key in islice(keys, len(items), None):
-            block = blocks.get(key)
-            if block is not None and (block.ready or block.pending):
-                match.add(block)
-            elif known is not None and key not in known:
-                absent += 1
-                match.add(None)
-            elif not self._match_below(namespace, key, excluded, match, prefix=prefix) and prefix:
-                break
-        if match.counted:
-            self._residency.count_misses(absent, excluded)
-
-    def _match_below(
-        self, namespace: NamespaceSpec, key: bytes, excluded: Collection[int], match: LookupMatch, *, prefix: bool
-    ) -> bool:
-        """Looks for a block in the secondary tiers; returns False for a miss."""
-        secondary, presence = self._residency.find(namespace.id, key, excluded, counted=match.counted)
-        position = len(match.items)
-        # Blocks behind an outstanding answer are promoted when the client repeats the lookup.
-        deferred = prefix and (match.deferred or bool(match.retries))
-        if presence is Presence.UNKNOWN or (secondary is not None and deferred):
-            match.retries.append(position)
-            match.add(None)
-            return True
-        if secondary is None:
-            if presence is Presence.EXCLUDED:
-                match.reasons[position] = MissReason.POLICY
-            elif presence is Presence.STALLED:
-                match.reasons[position] = MissReason.LOAD_FAILED
-            if not prefix:
-                match.add(None)
-            return False
-        [block] = self._cpu_tier.find_or_add(namespace, [key])
-        block.promoting = True
-        match.promotions.append((position, secondary, block))
-        match.add(block, secondary.index)
-        return True
 
     def _discard_hits(self, match: LookupMatch) -> None:
         for _, _, block in match.promotions:
@@ -445,3 +385,11 @@ class LookupHandler:
             self._request_log.record_lookup(owner.engine, owner.request_id, lookup.record)
         else:
             lookup.record.extend(runs, first_miss)
+
+
+def _sizes_of_slice(lookup: RunningLookup) -> tuple[int, int]:
+    """Returns how many keys a slice may have, and how many of them are not ready."""
+    others = max(1, lookup.slice_keys // OTHER_COST)
+    if lookup.waiter is None:
+        return lookup.slice_keys, others
+    return min(others, WAITING_SLICE), min(others, WAITING_SLICE)

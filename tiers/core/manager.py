@@ -19,10 +19,11 @@ from .call_specs import LookupSpec, StoreSpec
 from .commands import Command
 from .handlers import CoreParts
 from .in_flight_stores import STORE_SLICE, Preparation, Store
-from .leases import LOOKUP_SLICE, BlockLease, LookupAnswer
+from .leases import BlockLease
 from .operations import Operation
 from .prefetches import PrefetchAnswer
 from .requests import Request
+from .running_lookup import LOOKUP_SLICE, LookupAnswer
 from .settings import CPU_TIER
 
 __all__ = ["CPU_TIER", "TierManager"]

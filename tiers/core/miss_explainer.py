@@ -3,54 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from ..secondary_tier import NamespaceId
 from ..stats.eviction_history import EvictionHistory
 from ..stats.request_log import LookupOutcome, OutcomeRun, outcome_runs
 from ..types import EngineSession, MissReason
-from .block import Block
+from .block_matcher import LookupMatch
 from .cpu_tier import CpuTier
-from .leases import RunningLookup
 from .residency import ResidencyIndex
-from .secondary_state import SecondaryTierState
+from .running_lookup import RunningLookup
 
-__all__ = ["LookupMatch", "MissExplainer"]
+__all__ = ["MissExplainer"]
 
 _MAX_TENANTS = 1024
 _FORMATS = 16
 """How many namespaces of a tenant are searched for a missing block, to report FORMAT_MISMATCH."""
-
-
-@dataclass(slots=True)
-class LookupMatch:
-    """What a lookup found, block by block.
-
-    Attributes:
-        items: per examined key the pinned block, or None.
-        sources: per item the position of the tier that has the block.
-        promotions: position, tier and block of each promotion.
-        retries: positions with an outstanding query to a shared tier.
-        deferred: whether an earlier key of the prefix has an outstanding query.
-        reasons: known reasons of misses, by position.
-        ready: number of leading items that are ready in the CPU tier.
-        counted: whether to count misses of tiers.
-    """
-
-    items: list[Block | None] = field(default_factory=list)
-    sources: bytearray = field(default_factory=bytearray)
-    promotions: list[tuple[int, SecondaryTierState, Block]] = field(default_factory=list)
-    retries: list[int] = field(default_factory=list)
-    deferred: bool = False
-    reasons: dict[int, MissReason] = field(default_factory=dict)
-    ready: int = 0
-    counted: bool = True
-
-    def add(self, block: Block | None, source: int = 0) -> None:
-        if block is not None:
-            block.pins += 1
-        self.items.append(block)
-        self.sources.append(source)
 
 
 class MissExplainer:

@@ -20,8 +20,8 @@ from ..stats.snapshots import RoomStats
 from ..types import EngineSession, tenant_of
 from .commands import Command, RoomOffered, Waiter
 from .cpu_tier import CpuTier
-from .leases import RunningLookup
 from .operations import Operation
+from .running_lookup import RunningLookup
 
 __all__ = ["RoomQueue"]
 

@@ -15,8 +15,8 @@ from kvtier.protos.v1 import cache_pb2
 from kvtier.protos.wire.packed_keys import pack_keys, pack_offsets, unpack_offsets
 from kvtier.server.refused import Refused
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
-from kvtier.tiers.core.leases import LookupAnswer
 from kvtier.tiers.core.prefetches import PrefetchAnswer
+from kvtier.tiers.core.running_lookup import LookupAnswer
 from kvtier.tiers.errors import InvalidItem
 from kvtier.tiers.secondary_tier import OffloadPolicy, RequestInfo, TierFilter, Vote
 from kvtier.tiers.types import KeyStatus, MissReason

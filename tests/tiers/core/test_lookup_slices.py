@@ -8,9 +8,10 @@ from core_rig import HIT, MISS, PENDING, Rig, keys
 from harness.operations import Steps, run_to_end
 from simulation import ModelTier
 
+from kvtier.tiers.core.block_matcher import OTHER_COST
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LookupInTier
-from kvtier.tiers.core.leases import LookupAnswer
+from kvtier.tiers.core.running_lookup import LookupAnswer
 from kvtier.tiers.secondary_tier import Outcome, TierFilter
 from kvtier.tiers.stats.request_log import LookupRecord, OutcomeRun
 from kvtier.tiers.types import MissReason
@@ -220,7 +221,7 @@ def test_a_reset_ends_a_lookup_in_slices() -> None:
 def test_a_block_that_settles_between_slices_is_a_hit() -> None:
     """A lease knows its pending blocks by their position in the whole lookup."""
     rig = mixed_rig()
-    lookup = begin(rig, keys(*range(30, 36), *range(10)), 7, prefix=False)
+    lookup = begin(rig, keys(*range(30, 36), *range(10)), 7 * OTHER_COST, prefix=False)
     assert step(lookup)
     rig.finish_jobs()
     assert step(lookup)
@@ -232,7 +233,7 @@ def test_a_block_that_settles_between_slices_is_a_hit() -> None:
 def test_a_load_that_fails_between_slices_does_not_undo_the_others() -> None:
     """The lookup has found `min_hits` blocks, and keeps those that can be loaded."""
     rig = mixed_rig()
-    lookup = begin(rig, keys(*range(10)), 5, request_id="r", min_hits=10)
+    lookup = begin(rig, keys(*range(10)), 5 * OTHER_COST, request_id="r", min_hits=10)
     while lookup.state.position == 0:
         assert step(lookup)
     rig.finish_jobs(Outcome.FAILED)

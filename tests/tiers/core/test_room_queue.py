@@ -13,9 +13,9 @@ from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import RoomOffered, Waiter
-from kvtier.tiers.core.leases import LookupAnswer
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.room_queue import MAX_WAITERS
+from kvtier.tiers.core.running_lookup import LookupAnswer
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.errors import InvalidItem
 from kvtier.tiers.eviction.quotas import Tenant

@@ -4,6 +4,7 @@ import gc
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -491,7 +492,7 @@ def functions_of(action: Callable[[], object]) -> int:
     """Returns how many Python functions an action calls."""
     called = 0
 
-    def count(frame: object, event: str, argument: object) -> None:
+    def count(_frame: object, event: str, _argument: object) -> None:
         nonlocal called
         called += event == "call"
 
@@ -509,9 +510,9 @@ def test_the_time_of_a_use_does_not_grow_with_the_request(policy: EvictionPolicy
     for item in items:
         policy.use([item], now=item.name)
     slices = [items[start : start + 64] for start in range(0, len(items), 64)]
-    costs = [functions_of(lambda part=part: policy.use(part, "lookup", 9000 + n)) for n, part in enumerate(slices)]
+    costs = [functions_of(partial(policy.use, part, "lookup", 9000 + n)) for n, part in enumerate(slices)]
     assert max(costs[-32:]) < 2 * max(costs[4:36]) + 100
-    later = [functions_of(lambda n=n: policy.use(items[:1], f"later {n}", 9200 + n)) for n in range(512)]
+    later = [functions_of(partial(policy.use, items[:1], f"later {n}", 9200 + n)) for n in range(512)]
     assert max(later) <= max(costs)
     policy.finish("lookup")
     assert {*policy.victims()} == {*items}

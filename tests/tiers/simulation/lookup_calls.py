@@ -9,8 +9,8 @@ from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import Waiter
 from kvtier.tiers.core.leases import BlockLease
-from kvtier.tiers.core.leases import RunningLookup as State
 from kvtier.tiers.core.operations import Operation, run_to_end
+from kvtier.tiers.core.running_lookup import RunningLookup as State
 from kvtier.tiers.negotiation import TierFilter
 from kvtier.tiers.types import KeyStatus, MissReason, tenant_of
 
