@@ -12,7 +12,7 @@ from .block import Block
 from .byte_ranges import MAX_GAPS, ByteRanges
 from .call_specs import StoreSpec
 from .cpu_tier import CpuTier
-from .pin_budget import count_bytes
+from .pin_budget import add_to_counter
 from .requests import Request
 
 __all__ = ["STORE_SLICE", "InFlightStores", "Preparation", "Store"]
@@ -200,7 +200,7 @@ class InFlightStores:
         self._count_bytes(store.owner.engine, -sum([block.queue.size_class for block in blocks]))
 
     def _count_bytes(self, engine: EngineKey, change: int) -> None:
-        count_bytes(self.granted_bytes, tenant_of(engine[0]), change)
+        add_to_counter(self.granted_bytes, tenant_of(engine[0]), change)
 
     def _count(self, engine: EngineKey, change: int) -> None:
         tenant = tenant_of(engine[0])

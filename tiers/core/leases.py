@@ -13,11 +13,10 @@ from operator import is_
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import InvalidItem, LeaseNotFound, NotOwner, NotReady
-from ..secondary_tier import NamespaceId
 from ..types import EngineKey, EngineSession, KeyStatus, LeaseId, Owner, tenant_of
 from .block import Block
 from .cpu_tier import CpuTier
-from .pin_budget import count_bytes
+from .pin_budget import add_to_counter
 from .sliced_work import UnpinQueue
 from .waiters import Waiters, take_items
 
@@ -181,8 +180,11 @@ class LeaseTable:
         indices: dict[int, int] | None = None,
     ) -> BlockLease:
         """Grants a lease that owns the pins of its blocks. `all_ready`: no block is pending."""
+        lease_id = LeaseId(next(self._new_ids))
+        while lease_id in self._leases:
+            lease_id = LeaseId(next(self._new_ids))
         lease = BlockLease(
-            next(new_id for new_id in map(LeaseId, self._new_ids) if new_id not in self._leases),
+            lease_id,
             owner,
             expires_at,
             [],
@@ -199,8 +201,9 @@ class LeaseTable:
         self._by_session[owner.session_id][lease] = None
         self._by_request[owner.engine, owner.request_id][lease] = None
         self._items[owner.session_id] += LEASE_COST
-        self._tenant_items[tenant_of(owner.engine[0])] += LEASE_COST
-        self.extend(lease, items, sources, all_ready=all_ready)
+        add_to_counter(self._tenant_items, tenant_of(owner.engine[0]), LEASE_COST)
+        if items:
+            self.extend(lease, items, sources, all_ready=all_ready)
         return lease
 
     def check_grant(self, session: EngineSession, owner: Owner) -> None:
@@ -225,7 +228,7 @@ class LeaseTable:
         lease.hits += len(items) - items.count(None)
         lease.sources += sources
         self._items[lease.owner.session_id] += len(items)
-        self._tenant_items[tenant] += len(items) + PENDING_COST * (lease.pending - pending)
+        add_to_counter(self._tenant_items, tenant, len(items) + PENDING_COST * (lease.pending - pending))
 
     def _count_blocks(self, items: Sequence[Block | None], tenant: bytes) -> None:
         nbytes = held = 0  # of one rank
@@ -237,9 +240,9 @@ class LeaseTable:
                     held += size if block.held else 0
         if nbytes:  # an entry of 0 would stay
             ranks = _ranks_of(items)
-            self.leased_bytes[tenant] += ranks * nbytes
+            add_to_counter(self.leased_bytes, tenant, ranks * nbytes)
             if held:
-                count_bytes(self.only_held_bytes, tenant, -ranks * held)
+                add_to_counter(self.only_held_bytes, tenant, -ranks * held)
 
     def _unpin(self, blocks: Sequence[Block]) -> None:
         """Removes one pin of a lease per block. The blocks belong to one namespace."""
@@ -251,7 +254,7 @@ class LeaseTable:
                 held += size if block.held else 0
         if nbytes:
             ranks, tenant = _ranks_of(blocks), tenant_of(blocks[0].namespace)
-            count_bytes(self.leased_bytes, tenant, -ranks * nbytes)
+            add_to_counter(self.leased_bytes, tenant, -ranks * nbytes)
             if held:
                 self.only_held_bytes[tenant] += ranks * held
         self._cpu_tier.unpin(blocks)
@@ -294,9 +297,7 @@ class LeaseTable:
         del self._closed[lease]
         owner, tenant = lease.owner, tenant_of(lease.owner.engine[0])
         self._items[owner.session_id] -= LEASE_COST + len(lease.items)
-        self._tenant_items[tenant] -= LEASE_COST + len(lease.items) + PENDING_COST * lease.pending
-        if not self._tenant_items[tenant]:
-            del self._tenant_items[tenant]
+        add_to_counter(self._tenant_items, tenant, -LEASE_COST - len(lease.items) - PENDING_COST * lease.pending)
         _discard(self._by_request, (owner.engine, owner.request_id), lease)
         if _discard(self._by_session, owner.session_id, lease):
             del self._items[owner.session_id]
@@ -315,7 +316,7 @@ class LeaseTable:
         if block not in lease.awaited:
             self.waiters.remove(lease, block)
         lease.pending -= len(items)
-        self._tenant_items[tenant_of(lease.owner.engine[0])] -= PENDING_COST * len(items)
+        add_to_counter(self._tenant_items, tenant_of(lease.owner.engine[0]), -PENDING_COST * len(items))
         if not block.ready:
             for item in items:
                 lease.items[item] = None
@@ -339,13 +340,12 @@ class LeaseTable:
         oldest = next(iter(self._leases.values()), None)
         return max(0.0, now - oldest.granted_at) if oldest is not None else 0.0
 
-    def items_of(self, session_id: bytes) -> int:
-        """Returns the number of items of a session's leases, plus `LEASE_COST` per lease."""
-        return self._items.get(session_id, 0)
+    def items_of(self, session: EngineSession) -> tuple[int, int]:
+        """Returns the number of items of the leases of a session, and of its tenant.
 
-    def items_of_tenant(self, namespace: NamespaceId) -> int:
-        """Returns the same for the tenant of a namespace, plus `PENDING_COST` per pending item."""
-        return self._tenant_items.get(tenant_of(namespace), 0)
+        Each lease counts `LEASE_COST` more, and for the tenant each pending item `PENDING_COST`.
+        """
+        return self._items.get(session.id, 0), self._tenant_items.get(tenant_of(session.namespace.id), 0)
 
     def expired(self, now: float) -> list[BlockLease]:
         return [lease for lease in self._leases.values() if lease.expires_at <= now]
@@ -353,7 +353,10 @@ class LeaseTable:
 
 def _ranks_of(blocks: Iterable[Block | None]) -> int:
     """Returns the number of ranks of the blocks' namespace. To ask each block costs a cache miss."""
-    return len(next(block.slots for block in blocks if block is not None))
+    for block in blocks:
+        if block is not None:
+            return len(block.slots)
+    return 0
 
 
 def _discard(index: dict[K, dict[BlockLease, None]], key: K, lease: BlockLease) -> bool:

@@ -70,7 +70,10 @@ class LookupRoom:
         If there is no room for all blocks, a lookup that may wait keeps those before the first
         block without room. For other lookups, blocks without room become misses.
         """
-        started, has_room = self._start_promotions(lookup, match, self._first_over_budget(lookup, match))
+        started, has_room = 0, True
+        limit = self._first_over_budget(lookup, match)
+        if match.promotions or limit is not None:
+            started, has_room = self._start_promotions(lookup, match, limit)
         if lookup.prefetch is not None:
             hits = len(match.items) - match.items.count(None)
             lookup.prefetch.add(present=hits - started, started=started, has_room=has_room)
@@ -80,8 +83,6 @@ class LookupRoom:
 
         Returns how many it has started, and whether there was room for all blocks.
         """
-        if not match.promotions and limit is None:
-            return 0, True
         had_room = self._cpu_tier.has_more_room
         is_prefetch, stops = lookup.prefetch is not None, lookup.spec.prefix or lookup.may_wait
         fitting = [block for position, _, block in match.promotions if limit is None or position < limit]

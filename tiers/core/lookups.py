@@ -191,7 +191,7 @@ class LookupHandler:
         if lookup.position < len(lookup.keys):
             return True
         self._finish(lookup)
-        return lookup.count_references(self._miss_ratio_curves)
+        return bool(lookup.uncounted) and lookup.count_references(self._miss_ratio_curves)
 
     def abandon(self, lookup: RunningLookup) -> None:
         """Ends a lookup without hits: ends its lease, if that is still open."""
@@ -206,7 +206,9 @@ class LookupHandler:
             self._cpu_tier.finish(lookup)
             self._tier_jobs.request_finished(lookup)
         lease, spec = lookup.lease, lookup.spec
-        if lease is not None and spec.prefix and not lookup.retries and lease.found < spec.min_hits:
+        if lease is None or not spec.min_hits or not spec.prefix or lookup.retries:
+            return
+        if lease.found < spec.min_hits:
             # Blocks were evicted after `_count_hits`, or there was no room for all of them.
             self.take_back_hits(lease, MissReason.BELOW_THRESHOLD, lookup)
             self.abandon(lookup)
@@ -226,9 +228,10 @@ class LookupHandler:
             lookup.uncounted = deque((keys, without_hits(runs, reason)) for keys, runs in lookup.uncounted)
 
     def check_room(self, session: EngineSession, keys: int) -> None:
-        if self.leases.items_of(session.id) + keys > MAX_LEASED_ITEMS:
+        of_session, of_tenant = self.leases.items_of(session)
+        if of_session + keys > MAX_LEASED_ITEMS:
             raise LimitExceeded("the session holds too many leases; release some")
-        if self.leases.items_of_tenant(session.namespace.id) + keys > MAX_TENANT_LEASED_ITEMS:
+        if of_tenant + keys > MAX_TENANT_LEASED_ITEMS:
             raise LimitExceeded("the sessions of the tenant hold too many leases; release some")
 
     def _count_hits(self, lookup: RunningLookup, most: int) -> bool:
@@ -265,7 +268,8 @@ class LookupHandler:
     def end(self, leases: Iterable[BlockLease]) -> None:
         """Ends leases, and removes their pins in slices. Pending blocks count as hits."""
         for lease in leases:
-            self._count_pending(lease)
+            if lease.counted and lease.awaited:
+                self._count_pending(lease)
             self.leases.end(lease)
             if lease.readers:
                 self._commands.append(EndReaders(lease.id))
@@ -277,10 +281,9 @@ class LookupHandler:
         self._unpins.start()
 
     def _count_pending(self, lease: BlockLease) -> None:
-        if lease.counted and lease.awaited:
-            items = chain.from_iterable(lease.awaited.values())
-            for source, count in Counter(map(lease.sources.__getitem__, items)).items():
-                self.counters.hit(lease.owner.engine[0], source, count)
+        items = chain.from_iterable(lease.awaited.values())
+        for source, count in Counter(map(lease.sources.__getitem__, items)).items():
+            self.counters.hit(lease.owner.engine[0], source, count)
 
     def settle(self, lease: BlockLease, block: Block, most: int) -> int:
         """Called when a block is no longer pending; returns how many items no longer wait."""

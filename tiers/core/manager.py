@@ -36,8 +36,10 @@ class TierManager(CoreParts):
     """Decides where blocks are stored, what pins them and what is evicted."""
 
     def take_commands(self) -> list[Command]:
-        self._lookups.room.offer_if_changed()
-        self._sliced_work.continue_if(self._cpu_tier.retiring.has_work)
+        if self._cpu_tier.has_more_room:
+            self._lookups.room.offer()
+        if self._cpu_tier.retiring.has_work:
+            self._sliced_work.continue_if(True)
         commands, self._commands[:] = self._commands.copy(), []
         return commands
 

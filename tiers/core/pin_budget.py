@@ -13,7 +13,7 @@ from ..secondary_tier import NamespaceId
 from ..types import tenant_of
 from .block import Block
 
-__all__ = ["PinBudget", "affordable", "count_bytes"]
+__all__ = ["PinBudget", "add_to_counter", "affordable"]
 
 
 def affordable(sizes: Iterable[int], *, free: int, own: int) -> int:
@@ -33,11 +33,11 @@ def affordable(sizes: Iterable[int], *, free: int, own: int) -> int:
     return count
 
 
-def count_bytes(counter: Counter[bytes], tenant: bytes, change: int) -> None:
-    """Changes a number of bytes. The counter has no entry for 0."""
-    counter[tenant] += change
-    if not counter[tenant]:
-        del counter[tenant]
+def add_to_counter(counter: Counter[bytes], tenant: bytes, change: int) -> None:
+    """Adds `change` to the number of a tenant. The counter has no entry for 0."""
+    counter[tenant] = left = counter.get(tenant, 0) + change
+    if not left:
+        counter.pop(tenant)
 
 
 class PinBudget:
@@ -80,7 +80,7 @@ class PinBudget:
         """Called when no hold pins a block any more, or at the end of a store's slices."""
         block.held -= 1
         if not block.held and not block.leases:
-            count_bytes(self.held, tenant_of(block.namespace), -block.allocated_bytes)
+            add_to_counter(self.held, tenant_of(block.namespace), -block.allocated_bytes)
 
     def is_over(self, namespace: NamespaceId) -> bool:
         """Returns whether the tenant pins more than leases, stores and holds may pin together."""
@@ -90,22 +90,22 @@ class PinBudget:
         return int(self._part * (self._shares.of(namespace).quota or self._free_bytes))
 
     def left_for_leases(self, namespace: NamespaceId) -> int:
-        tenant = tenant_of(namespace)
-        return min(self.lease_bound(namespace) - self._leased.get(tenant, 0), self._left_for_all(namespace))
+        bound = self.lease_bound(namespace) - self._leased.get(tenant_of(namespace), 0)
+        return min(bound, self._left_for_all(namespace))
 
     def left_for_slices(self, namespace: NamespaceId) -> int:
         """Returns how many bytes of present blocks stores may pin more between their slices."""
         tenant = tenant_of(namespace)
-        return self.lease_bound(namespace) - self._leased.get(tenant, 0) - self.held[tenant]
+        return self.lease_bound(namespace) - self._leased.get(tenant, 0) - self.held.get(tenant, 0)
 
     def left_for_stores(self, namespace: NamespaceId) -> int:
-        own = self._bound(namespace, self._part) - self.stored[tenant_of(namespace)]
+        own = self._bound(namespace, self._part) - self.stored.get(tenant_of(namespace), 0)
         return min(own, self._left_for_all(namespace))
 
     def _left_for_all(self, namespace: NamespaceId) -> int:
         tenant = tenant_of(namespace)
         bound = self._bound(namespace, (1 + self._part) / 2)
-        return bound - self._leased.get(tenant, 0) - self.held[tenant] - self.stored[tenant]
+        return bound - self._leased.get(tenant, 0) - self.held.get(tenant, 0) - self.stored.get(tenant, 0)
 
     def _bound(self, namespace: NamespaceId, part: float) -> int:
         return max(self._shares.of(namespace).quota, int(part * self._free_bytes))

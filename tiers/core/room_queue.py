@@ -130,10 +130,8 @@ class RoomQueue:
         line = self._lines.get(self._share_of(namespace)) if self._lines else None
         return line is None or line.head is waiter
 
-    def offer_if_changed(self) -> None:
-        """Tells the heads of the lines if blocks were unpinned or slots were freed."""
-        if not self._cpu_tier.has_more_room:
-            return
+    def offer(self) -> None:
+        """Tells the heads of the lines that blocks were unpinned or slots were freed."""
         self._cpu_tier.has_more_room = False
         for line in self._lines.values():
             line.in_vain.clear()

@@ -84,15 +84,18 @@ class Forecast(Generic[T]):
     def use(self, items: Sequence[T], request: Hashable = None, now: float = 0.0) -> None:
         chain = self._requests.of(request)
         pieces = self._split(items, chain)
-        self._clock.advance(sum(len(piece) for _, piece in pieces), now)
+        uses = 0
         reused: dict[BlockRun[T], list[list[T]]] = {}
         for old, piece in pieces:
+            uses += len(piece)
             if old is not None:
                 reused.setdefault(old, []).append(piece)
+        self._clock.advance(uses, now)
         for run, taken in reused.items():
             self._count_reuse(run, taken)
         self._match_chain(chain, pieces)
-        self._merge_last_block(chain)
+        if chain.last_block is not None:
+            self._merge_last_block(chain, chain.last_block)
         for number, (old, piece) in enumerate(pieces, start=1):
             self._append(chain, old, piece, last=number == len(pieces))
         self._refresh(chain)
@@ -216,10 +219,10 @@ class Forecast(Generic[T]):
                 chain.turn = old.chain.turn + 1 if continues else 0
                 chain.pause = self._mean_pause(old) if continues else 0.0
 
-    def _merge_last_block(self, chain: RequestChain[T]) -> None:
+    def _merge_last_block(self, chain: RequestChain[T], last: BlockRun[T]) -> None:
         """Merges the earlier last block of a request into its run of new blocks."""
-        last, chain.last_block = chain.last_block, None
-        if last is None or not last.items or last.chain is not chain:
+        chain.last_block = None
+        if not last.items or last.chain is not chain:
             return
         run = chain.new_run
         if run is None or not run.items or run.chain is not chain:

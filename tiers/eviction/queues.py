@@ -155,7 +155,7 @@ class EvictionQueue(Generic[L]):
 def by_queue(items: Sequence[L]) -> Iterable[tuple[EvictionQueue[L], Sequence[L]]]:
     queues = set(map(queue_of, items))
     if len(queues) <= 1:  # the usual case
-        return [(queue, items) for queue in queues]
+        return ((queues.pop(), items),) if queues else ()
     groups: dict[EvictionQueue[L], list[L]] = defaultdict(list)
     for item in items:
         groups[item.queue].append(item)

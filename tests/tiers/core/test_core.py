@@ -271,19 +271,19 @@ def test_items_of_a_lease_are_counted_while_it_lasts(ends: int) -> None:
     rig.store_in_all_tiers(keys(*range(100, 116)))
     lease = run_to_end(rig.core.lookup(rig.session, keys(0, 1, 2), LookupSpec(lease_seconds=60), now=0)).lease
     (job,) = (command for command in rig.core.take_commands() if isinstance(command, LoadFromTier))
-    counted, space = rig.core._lookups.leases, rig.session.namespace.id
+    counted = rig.core._lookups.leases
     assert lease is not None
-    assert counted.items_of_tenant(space) == LEASE_COST + (1 + PENDING_COST) * 3
+    assert counted.items_of(rig.session)[1] == LEASE_COST + (1 + PENDING_COST) * 3
     if ends == 0:
         rig.core.release(rig.session, lease.id)
     rig.core.job_finished(job.job_id, [Outcome.DONE, Outcome.CORRUPT, Outcome.FAILED])
     if ends == 1:
-        assert counted.items_of_tenant(space) == LEASE_COST + 3
+        assert counted.items_of(rig.session)[1] == LEASE_COST + 3
         assert (lease.hits, lease.found) == (1, 3)
         rig.core.release(rig.session, lease.id)
     elif ends == 2:
         rig.core.tick(61)
-    assert not counted.items_of_tenant(space)
+    assert not counted.items_of(rig.session)[1]
 
 
 def test_a_promotion_without_space_is_a_miss() -> None:

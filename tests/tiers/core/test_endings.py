@@ -113,7 +113,7 @@ def test_leases_that_end_together_end_in_slices(end: str) -> None:
         left.append(block.pins)
     assert len(left) >= 3
     assert max(before - after for before, after in pairwise(left)) <= 4
-    assert not rig.core._lookups.leases.items_of_tenant(other.namespace.id)
+    assert not rig.core._lookups.leases.items_of(other)[1]
 
 
 @pytest.mark.parametrize("end", ["session", "expiry", "expiry, then session"])

@@ -211,13 +211,13 @@ def test_pending_items_of_a_tenant_cost_more() -> None:
     answer = run_to_end(rig.core.prepare_store(writer, keys(1, 2), StoreSpec(lease_seconds=60), now=0))
     look = run_to_end(rig.core.lookup(rig.session, keys(1, 2), LookupSpec(lease_seconds=60), now=0))
     leases = rig.core._lookups.leases
-    assert leases.items_of_tenant(rig.session.namespace.id) == LEASE_COST + 2 * (1 + PENDING_COST)
+    assert leases.items_of(rig.session)[1] == LEASE_COST + 2 * (1 + PENDING_COST)
     assert answer.store_id is not None
     run_to_end(rig.core.complete_store(writer, answer.store_id, failed=[1]))
-    assert leases.items_of_tenant(rig.session.namespace.id) == LEASE_COST + 2
+    assert leases.items_of(rig.session)[1] == LEASE_COST + 2
     assert look.lease is not None
     rig.core.release(rig.session, look.lease.id)
-    assert leases.items_of_tenant(rig.session.namespace.id) == 0
+    assert leases.items_of(rig.session)[1] == 0
 
 
 def look_up(rig: Rig, session: Any) -> Any:
