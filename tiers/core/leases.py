@@ -238,7 +238,7 @@ class LeaseTable:
                 if leases == 1:
                     nbytes += (size := block.queue.size_class)
                     held += size if block.held else 0
-        if nbytes:  # an entry of 0 would stay
+        if nbytes:
             ranks = _ranks_of(items)
             add_to_counter(self.leased_bytes, tenant, ranks * nbytes)
             if held:

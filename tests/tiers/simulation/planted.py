@@ -330,8 +330,8 @@ MUTANTS = (
         "waiting leases are not told of failures",
         Invariant.WAITERS,
         "core/leases.py",
-        "        lease.pending -= len(items)\n        self._tenant_items",
-        "        lease.pending -= len(items) * block.ready\n        self._tenant_items",
+        "        lease.pending -= len(items)\n        add_to_counter(",
+        "        lease.pending -= len(items) * block.ready\n        add_to_counter(",
     ),
     Mutant(
         "another engine may end a lease",
@@ -491,8 +491,8 @@ MUTANTS = (
         "the pending items of an ended lease stay counted",
         Invariant.BOOKS,
         "core/leases.py",
-        "LEASE_COST + len(lease.items) + PENDING_COST * lease.pending\n        if",
-        "LEASE_COST + len(lease.items)\n        if",
+        "-LEASE_COST - len(lease.items) - PENDING_COST * lease.pending)",
+        "-LEASE_COST - len(lease.items))",
     ),
     Mutant(
         "a lost hit counts as leased",
@@ -778,8 +778,8 @@ MUTANTS = (
         "a lookup without room is answered below its threshold",
         Invariant.FOUND,
         "core/lookups.py",
-        "spec.prefix and not lookup.retries and lease.found < spec.min_hits:",
-        "lookup.counted and not lookup.retries and len(lease.items) < spec.min_hits:",
+        "not spec.prefix or lookup.retries:\n            return\n        if lease.found < spec.min_hits:",
+        "not lookup.counted or lookup.retries:\n            return\n        if len(lease.items) < spec.min_hits:",
     ),
     Mutant(
         "queries of a slice that only counts hits are not sent",
@@ -841,8 +841,8 @@ MUTANTS = (
         "an entry of 0 leased bytes stays",
         Invariant.LEAKS,
         "core/leases.py",
-        "        if nbytes:  # an entry of 0 would stay\n            self.leased_bytes[tenant] += nbytes\n",
-        "        self.leased_bytes[tenant] += nbytes\n",
+        "            add_to_counter(self.leased_bytes, tenant, -ranks * nbytes)\n",
+        "            self.leased_bytes[tenant] -= ranks * nbytes\n",
     ),
     Mutant(
         "outstanding queries behind a block without room count as hits",
