@@ -35,6 +35,7 @@ _get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_in
 _release_buffer = ctypes.pythonapi["PyBuffer_Release"]
 _release_buffer.argtypes = (ctypes.POINTER(_PyBuffer),)
 _release_buffer.restype = None
+_a_byte_of = ctypes.c_char.from_buffer
 _WRITABLE = 1  # PyBUF_WRITABLE; without it PyBUF_SIMPLE: flat and contiguous
 
 
@@ -52,7 +53,10 @@ def extent_of(buffer: object, *, writable: bool = False) -> tuple[int, int]:
 
 def address_of(view: memoryview, *, writable: bool = False) -> int:
     """Returns the address of a contiguous view. Keep the view alive while you use the address."""
-    return extent_of(view, writable=writable)[0]
+    try:
+        return ctypes.addressof(_a_byte_of(view))
+    except (TypeError, ValueError):  # read-only or empty, or the error that `extent_of` raises
+        return extent_of(view, writable=writable)[0]
 
 
 def copy_from(target: int, source: memoryview) -> None:

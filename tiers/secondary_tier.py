@@ -80,6 +80,12 @@ class BlockBytes:
     parts: tuple[memoryview, ...]
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the parts."""
+        parts = self.parts
+        return (parts[0].nbytes,) if len(parts) == 1 else tuple([part.nbytes for part in parts])
+
+    @property
     def nbytes(self) -> int:
         """Total size of the parts."""
         parts = self.parts

@@ -10,7 +10,7 @@ from ..secondary_tier import NamespaceId
 from ..storage.checksum import block_checksum
 from ..storage.fsck import SLICE_BLOCKS, SLICE_BYTES, Finding, Slice
 from ..types import NAMESPACE_BYTES
-from .format import PAGE_BYTES, PagePiece, SlabRecord, pages_for, pieces
+from .format import PAGE_BYTES, SlabRecord, pages_for
 from .store import DiskStore
 
 __all__ = ["check_slice"]
@@ -51,8 +51,7 @@ def _verify(store: DiskStore, blocks: list[tuple[bytes, bytes, SlabRecord]]) -> 
     for _, _, record in blocks:
         views.append(tuple(_views(buffer[at:], record.sizes)))
         at += pages_for(record.sizes) * PAGE_BYTES
-    moves = [list(pieces(record.runs, parts)) for (_, _, record), parts in zip(blocks, views, strict=True)]
-    unreadable = _read(store, moves)
+    unreadable = store.slabs.read([(record.runs, parts) for (_, _, record), parts in zip(blocks, views, strict=True)])
     for number, (name, packed, record) in enumerate(blocks):
         if number in unreadable:
             yield name, packed, record.nbytes, f"it cannot be read: {unreadable[number]}"
@@ -60,23 +59,6 @@ def _verify(store: DiskStore, blocks: list[tuple[bytes, bytes, SlabRecord]]) -> 
         namespace, key = NamespaceId(name[:NAMESPACE_BYTES]), name[NAMESPACE_BYTES:]
         if block_checksum(namespace, key, views[number]) != record.checksum:
             yield name, packed, record.nbytes, "its bytes are not those that were stored"
-
-
-def _read(store: DiskStore, moves: list[list[PagePiece]]) -> dict[int, OSError]:
-    """Reads blocks, all at once if possible; returns the error of each unreadable block."""
-    try:
-        store.slabs.move([piece for block in moves for piece in block], write=False)
-    except OSError:
-        pass
-    else:
-        return {}
-    errors = {}
-    for number, block in enumerate(moves):
-        try:
-            store.slabs.move(block, write=False)
-        except OSError as error:
-            errors[number] = error
-    return errors
 
 
 def _views(buffer: memoryview, sizes: tuple[int, ...]) -> Iterator[memoryview]:

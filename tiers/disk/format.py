@@ -16,8 +16,8 @@ slabs:
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain
 from typing import NamedTuple
 
 import xxhash
@@ -25,7 +25,7 @@ import xxhash
 from ..lmdb.format import DamagedRecordError
 from ..lmdb.identity import Layout
 
-__all__ = ["DISK_STORE", "PAGE_BYTES", "SLAB_PAGES_KEY", "PagePiece", "PageRun", "SlabRecord", "pages_for", "pieces"]
+__all__ = ["DISK_STORE", "PAGE_BYTES", "SLAB_PAGES_KEY", "PageRun", "SlabRecord", "pages_for"]
 
 PAGE_BYTES = 4096
 FORMAT_VERSION = 3
@@ -41,7 +41,8 @@ DISK_STORE = Layout(
     block_files="slab-*",
 )
 
-_HEAD = struct.Struct("<BxHIQQ")
+_FIXED = struct.Struct("<BxHIQQQ")
+"""Fields of every record: version, numbers of parts and runs, number, checksum, and own checksum."""
 _CHECK = struct.Struct("<Q")
 _MAX_FIELDS = 1 << 20
 
@@ -57,11 +58,8 @@ class PageRun(NamedTuple):
         return self.start + self.pages
 
 
-class PagePiece(NamedTuple):
-    """A piece of memory and its first page in the slabs. Only the last page may be partly used."""
-
-    page: int
-    view: memoryview
+_as_run = partial(tuple.__new__, PageRun)
+"""`PageRun._make` without a Python function, for the load of many blocks."""
 
 
 class SlabRecord(NamedTuple):
@@ -78,48 +76,35 @@ class SlabRecord(NamedTuple):
         return sum(self.sizes)
 
     def pack(self, name: bytes) -> bytes:
-        head = _HEAD.pack(RECORD_VERSION, len(self.sizes), len(self.runs), self.number, self.checksum)
-        fields = [*self.sizes, *(field for run in self.runs for field in run)]
-        body = head + _fields(len(fields)).pack(*fields)
+        number, checksum, sizes, runs = self
+        body = _body(len(sizes) + 2 * len(runs)).pack(
+            RECORD_VERSION, len(sizes), len(runs), number, checksum, *sizes, *chain.from_iterable(runs)
+        )
         return body + _CHECK.pack(xxhash.xxh3_64_intdigest(name + body))
 
     @classmethod
     def unpack(cls, name: bytes, value: bytes) -> SlabRecord:
         """Parses a record and verifies its checksum; raises `DamagedRecordError`."""
-        count, rest = divmod(len(value) - _HEAD.size - _CHECK.size, 8)
+        count, rest = divmod(len(value) - _FIXED.size, 8)
         if not 0 <= count <= _MAX_FIELDS or rest:
             raise DamagedRecordError
         if _CHECK.unpack_from(value, len(value) - 8)[0] != xxhash.xxh3_64_intdigest(name + value[:-8]):
             raise DamagedRecordError
-        version, parts, runs, number, checksum = _HEAD.unpack_from(value)
+        version, parts, runs, number, checksum, *fields = _body(count).unpack_from(value)
         if version != RECORD_VERSION or parts + 2 * runs != count:
             raise DamagedRecordError
-        fields = _fields(count).unpack_from(value, _HEAD.size)
-        sizes = fields[:parts]
-        record = cls(number, checksum, sizes, tuple(map(PageRun, fields[parts::2], fields[parts + 1 :: 2])))
-        if pages_for(sizes) != sum(fields[parts + 1 :: 2]):
+        sizes, starts, pages = tuple(fields[:parts]), fields[parts::2], fields[parts + 1 :: 2]
+        if pages_for(sizes) != sum(pages):
             raise DamagedRecordError
-        return record
+        return tuple.__new__(cls, (number, checksum, sizes, tuple(map(_as_run, zip(starts, pages, strict=True)))))
 
 
 @lru_cache(maxsize=256)
-def _fields(count: int) -> struct.Struct:
-    return struct.Struct(f"<{count}Q")
+def _body(fields: int) -> struct.Struct:
+    """Returns the format of a record with this number of sizes, starts and lengths."""
+    return struct.Struct(f"<BxHIQQ{fields}Q")
 
 
-def pages_for(sizes: Sequence[int]) -> int:
+@lru_cache(maxsize=256)
+def pages_for(sizes: tuple[int, ...]) -> int:
     return sum([-(-size // PAGE_BYTES) for size in sizes])
-
-
-def pieces(runs: Sequence[PageRun], parts: Sequence[memoryview]) -> Iterator[PagePiece]:
-    left = iter(runs)
-    page, room = next(left, PageRun(0, 0))
-    for part in parts:
-        start = 0
-        while start < part.nbytes:
-            if not room:
-                page, room = next(left)
-            stop = min(part.nbytes, start + room * PAGE_BYTES)
-            yield PagePiece(page, part[start:stop])
-            pages = -(-(stop - start) // PAGE_BYTES)
-            page, room, start = page + pages, room - pages, stop

@@ -57,7 +57,8 @@ class Index:
     def get(self, names: Sequence[bytes]) -> list[bytes | None]:
         """Returns packed records; None for missing names. Raises `lmdb.Error`."""
         with self._env.begin() as txn:
-            return [txn.get(name, db=self._blocks) for name in names]
+            found = dict(txn.cursor(self._blocks).getmulti(names))
+        return list(map(found.get, names))
 
     def put(self, records: Sequence[tuple[bytes, SlabRecord]]) -> list[SlabRecord]:
         """Adds blocks; returns replaced records. Raises `lmdb.Error`; then nothing changed."""
@@ -105,7 +106,8 @@ class Index:
                 before = txn.replace(name, record, db=self._blocks)
                 if before is None:
                     added.append(name)
-                replaced += _whole(name, before)
+                else:
+                    replaced += _whole(name, before)
             tally = change_tally(txn, self._store.meta, added, ())
             stat = txn.stat(self._blocks)
             if stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] > self._max_pages:

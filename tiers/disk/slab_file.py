@@ -63,14 +63,22 @@ class SlabFile:
         self.close()
         self._path.unlink()
 
-    def move(self, buffers: Sequence[memoryview], offset: int, *, write: bool) -> None:
-        """Writes all buffers to the file, or reads into them. Raises `OSError`."""
-        while buffers:
-            done = self._call(buffers, offset, write=write)
+    def move(self, buffers: Sequence[memoryview], nbytes: int, offset: int, *, write: bool) -> None:
+        """Writes buffers of `nbytes` in all to the file, or reads into them. Raises `OSError`."""
+        call = os.pwritev if write else os.preadv
+        while True:
+            try:
+                done = call(self._fd, buffers, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._use_page_cache()
+                done = call(self._fd, buffers, offset)
+            if done == nbytes:
+                return
             if not done:
                 raise OSError(errno.EIO, "the file is shorter than expected", str(self._path))
-            offset += done
-            buffers = _after(buffers, done)
+            buffers, nbytes, offset = _after(buffers, done), nbytes - done, offset + done
 
     def sync(self) -> None:
         """Flushes to disk. Raises `OSError`."""
@@ -79,20 +87,15 @@ class SlabFile:
     def close(self) -> None:
         os.close(self._fd)
 
-    def _call(self, buffers: Sequence[memoryview], offset: int, *, write: bool) -> int:
-        call = os.pwritev if write else os.preadv
-        try:
-            return call(self._fd, buffers, offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-        # Some file systems accept O_DIRECT when the file is opened, but then refuse the I/O.
-        # Several threads may come here at once.
+    def _use_page_cache(self) -> None:
+        """Ends direct I/O. Some file systems accept O_DIRECT at the open, but then refuse the I/O.
+
+        Several threads may come here at once.
+        """
         fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         if self.direct:
             self.direct = False
             self._tell()
-        return call(self._fd, buffers, offset)
 
     def _tell(self) -> None:
         _log.warning("%s uses the page cache, because its file system does not support direct I/O", self._path)

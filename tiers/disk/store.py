@@ -17,9 +17,9 @@ import lmdb
 from ..lmdb.environment import Durability
 from ..secondary_tier import BlockBytes, TierOpenError
 from ..storage.batching import BATCH_BLOCKS
-from ..storage.checksum import block_checksum
+from ..storage.checksum import checksum_of
 from ..storage.disk_space import ROOM_BYTES, DiskRefusal
-from .format import PAGE_BYTES, PageRun, SlabRecord, pages_for, pieces
+from .format import PAGE_BYTES, PageRun, SlabRecord, pages_for
 from .free_space import FreePages
 from .index import Index
 from .slabs import Slabs
@@ -175,20 +175,23 @@ class DiskStore:
         self.index.space.ensure(INDEX_PAGES * len(blocks))
         if self._refusal.error is not None:
             self._grow(space, ROOM_BYTES // PAGE_BYTES)
-        places = self._place(space, [pages_for([part.nbytes for part in block.parts]) for block in blocks])
-        placed = [(block, tuple(runs)) for block, runs in zip(blocks, places, strict=True) if runs is not None]
-        moves = [piece for block, runs in placed for piece in pieces(runs, block.parts)]
+        sizes = [block.sizes for block in blocks]
+        places = self._place(space, list(map(pages_for, sizes)))
+        placed = [
+            (block, its_sizes, tuple(runs))
+            for block, its_sizes, runs in zip(blocks, sizes, places, strict=True)
+            if runs is not None
+        ]
         records: list[tuple[bytes, SlabRecord]] = []
 
         def sum_up() -> None:
-            for block, runs in placed:
+            for block, its_sizes, runs in placed:
                 self._number += 1
-                checksum = block_checksum(block.namespace, block.key, block.parts)
-                sizes = tuple(part.nbytes for part in block.parts)
-                records.append((block.namespace + block.key, SlabRecord(self._number, checksum, sizes, runs)))
+                name = block.namespace + block.key
+                records.append((name, SlabRecord(self._number, checksum_of(name, block.parts), its_sizes, runs)))
 
         try:
-            self.slabs.move(moves, write=True, meanwhile=sum_up)
+            self.slabs.write([(runs, block.parts) for block, _, runs in placed], meanwhile=sum_up)
             if self._power:
                 self.slabs.sync()
             replaced = self.index.put(records)
@@ -196,7 +199,7 @@ class DiskStore:
             # After these two errors the index does not refer to the pages, so they are free. After
             # other errors it may, so the pages are not reused until the store is reopened.
             if isinstance(error, (OSError, lmdb.MapFullError)):
-                space.give_back(run for _, runs in placed for run in runs)
+                space.give_back(run for _, _, runs in placed for run in runs)
             raise
         self._free(space, replaced)
         return [runs is not None for runs in places]

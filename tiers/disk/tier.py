@@ -11,16 +11,17 @@ from typing import ClassVar
 import lmdb
 
 from ..lmdb.environment import Durability
-from ..lmdb.format import DamagedRecordError, entries_of, is_name, is_storable
+from ..lmdb.format import DamagedRecordError, entries_of, is_name, is_storable, names_of
 from ..negotiation import vote
 from ..secondary_tier import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from ..storage.batching import BATCH_BLOCKS, batches
-from ..storage.checksum import block_checksum
+from ..storage.checksum import checksum_of
 from ..storage.disk_space import FULL
 from ..storage.fsck import Finding, Slice
 from ..storage.health import TierHealth
+from ..types import NAMESPACE_BYTES
 from .check import check_slice
-from .format import SlabRecord, pieces
+from .format import SlabRecord
 from .store import DiskStore
 
 __all__ = ["DiskTier"]
@@ -100,28 +101,28 @@ class DiskTier(SecondaryTier):
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         """Reads blocks into their slots and verifies them. Drops corrupt blocks."""
         outcomes = [Outcome.MISSING] * len(blocks)
-        numbers = [number for number, block in enumerate(blocks) if is_name(block.namespace, block.key)]
+        names = names_of(blocks)
         try:
-            found = self._store.index.get([_name(blocks[number]) for number in numbers])
+            found = self._store.index.get(list(names.values()))
         except lmdb.Error as error:
             self._health.report("load", f"cannot load: {error}")
             return [Outcome.FAILED] * len(blocks)
-        wanted: list[tuple[int, bytes, SlabRecord]] = []
-        for number, packed in zip(numbers, found, strict=True):
+        wanted: list[tuple[int, bytes, bytes, SlabRecord]] = []
+        for (number, name), packed in zip(names.items(), found, strict=True):
             if packed is not None:
-                if record := _record(blocks[number], packed):
-                    wanted.append((number, packed, record))
+                if record := _record(blocks[number], name, packed):
+                    wanted.append((number, name, packed, record))
                 else:
-                    outcomes[number] = self._drop(blocks[number], packed, quarantine=False)
-        unreadable = set(self._read(blocks, wanted))
-        for number, packed, record in wanted:
-            block = blocks[number]
-            if number in unreadable:
+                    outcomes[number] = self._drop(name, packed, quarantine=False)
+        unreadable = self._store.slabs.read([(record.runs, blocks[number].parts) for number, _, _, record in wanted])
+        for at, (number, name, packed, record) in enumerate(wanted):
+            if at in unreadable:
                 outcomes[number] = Outcome.FAILED
-            elif block_checksum(block.namespace, block.key, block.parts) == record.checksum:
+                self._health.report("load", f"cannot load: {unreadable[at]}")
+            elif checksum_of(name, blocks[number].parts) == record.checksum:
                 outcomes[number] = Outcome.DONE
             else:
-                outcomes[number] = self._drop(block, packed, quarantine=True)
+                outcomes[number] = self._drop(name, packed, quarantine=True)
         if Outcome.FAILED not in outcomes:
             self._health.report("load", None)
         return outcomes
@@ -160,23 +161,11 @@ class DiskTier(SecondaryTier):
         self._health.report("store", reason and f"cannot store: {reason}")
         return [Outcome.DONE if done else Outcome.NO_SPACE for done in stored]
 
-    def _read(self, blocks: Sequence[BlockBytes], wanted: Sequence[tuple[int, bytes, SlabRecord]]) -> list[int]:
-        """Reads blocks, all at once if possible, else singly; returns the unreadable blocks."""
-        moves = [(number, list(pieces(record.runs, blocks[number].parts))) for number, _, record in wanted]
-        try:
-            self._store.slabs.move([piece for _, block in moves for piece in block], write=False)
-        except OSError as error:
-            self._health.report("load", f"cannot load: {error}")
-            if len(moves) == 1:
-                return [moves[0][0]]
-            return [number for one in wanted for number in self._read(blocks, [one])]
-        return []
-
-    def _drop(self, block: BlockBytes, packed: bytes, *, quarantine: bool) -> Outcome:
-        _log.warning("tier %s: block %s is corrupt and is dropped", self.name, block.key.hex())
+    def _drop(self, name: bytes, packed: bytes, *, quarantine: bool) -> Outcome:
+        _log.warning("tier %s: block %s is corrupt and is dropped", self.name, name[NAMESPACE_BYTES:].hex())
         try:
             with self._store.writing:
-                self._store.drop(_name(block), packed, quarantine=quarantine)
+                self._store.drop(name, packed, quarantine=quarantine)
         except (OSError, lmdb.Error) as error:
             self._health.report("remove", f"cannot remove: {error}")
             return Outcome.FAILED
@@ -198,17 +187,13 @@ class DiskTier(SecondaryTier):
         self._health.report("remove", None)
 
 
-def _name(block: BlockBytes) -> bytes:
-    return block.namespace + block.key
-
-
-def _record(block: BlockBytes, packed: bytes) -> SlabRecord | None:
+def _record(block: BlockBytes, name: bytes, packed: bytes) -> SlabRecord | None:
     """Returns the record if the record is intact and has the part sizes of the block."""
     try:
-        record = SlabRecord.unpack(_name(block), packed)
+        record = SlabRecord.unpack(name, packed)
     except DamagedRecordError:
         return None
-    return record if record.sizes == tuple(part.nbytes for part in block.parts) else None
+    return record if record.sizes == block.sizes else None
 
 
 def _is_full(error: Exception) -> bool:

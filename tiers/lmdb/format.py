@@ -46,6 +46,7 @@ __all__ = [
     "entries_of",
     "is_name",
     "is_storable",
+    "names_of",
     "record_id_of",
     "tail_bytes",
 ]
@@ -121,6 +122,15 @@ def _sizes(parts: int) -> struct.Struct:
 
 def is_name(namespace: bytes, key: bytes) -> bool:
     return len(namespace) == NAMESPACE_BYTES and len(key) <= MAX_KEY_BYTES
+
+
+def names_of(blocks: Iterable[BlockBytes]) -> dict[int, bytes]:
+    """Returns namespace and key of each block by its position, without those that are no name."""
+    return {
+        number: block.namespace + block.key
+        for number, block in enumerate(blocks)
+        if len(block.namespace) == NAMESPACE_BYTES and len(block.key) <= MAX_KEY_BYTES
+    }
 
 
 def is_storable(block: BlockBytes) -> bool:

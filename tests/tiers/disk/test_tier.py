@@ -546,7 +546,7 @@ def test_the_index_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for durability in ("process", "power"):
         tier = opened(tmp_path / durability, durability=durability)
         order: list[str] = []
-        for where, name in ((tier._store.slabs, "move"), (tier._store.slabs, "sync"), (tier._store.index, "put")):
+        for where, name in ((tier._store.slabs, "write"), (tier._store.slabs, "sync"), (tier._store.index, "put")):
 
             def call(real: Any, name: str, order: list[str], *args: Any, **more: Any) -> Any:
                 order.append(name)
@@ -554,7 +554,7 @@ def test_the_index_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
             monkeypatch.setattr(where, name, partial(call, getattr(where, name), name, order))
         assert tier.store([full(b"key", [b"data"])]) == [DONE]
-        assert order == (["move", "put"] if durability == "process" else ["move", "sync", "put"])
+        assert order == (["write", "put"] if durability == "process" else ["write", "sync", "put"])
         assert tier._store.index._env.flags()["sync"] == (durability == "power")
         tier.close()
 
