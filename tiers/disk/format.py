@@ -16,7 +16,7 @@ slabs:
 from __future__ import annotations
 
 import struct
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ import xxhash
 from ..lmdb.format import DamagedRecordError
 from ..lmdb.identity import Layout
 
-__all__ = ["DISK_STORE", "PAGE_BYTES", "SLAB_PAGES_KEY", "PageRun", "SlabRecord", "pages_for"]
+__all__ = ["DISK_STORE", "PAGE_BYTES", "SLAB_PAGES_KEY", "PageRun", "SlabRecord", "pages_for", "parse_record"]
 
 PAGE_BYTES = 4096
 FORMAT_VERSION = 3
@@ -41,8 +41,8 @@ DISK_STORE = Layout(
     block_files="slab-*",
 )
 
-_FIXED = struct.Struct("<BxHIQQQ")
-"""Fields of every record: version, numbers of parts and runs, number, checksum, and own checksum."""
+_EMPTY_BYTES = struct.calcsize("<BxHIQQQ")
+"""Size of a record without parts and runs."""
 _CHECK = struct.Struct("<Q")
 _MAX_FIELDS = 1 << 20
 
@@ -56,10 +56,6 @@ class PageRun(NamedTuple):
     @property
     def end(self) -> int:
         return self.start + self.pages
-
-
-_as_run = partial(tuple.__new__, PageRun)
-"""`PageRun._make` without a Python function, for the load of many blocks."""
 
 
 class SlabRecord(NamedTuple):
@@ -77,32 +73,45 @@ class SlabRecord(NamedTuple):
 
     def pack(self, name: bytes) -> bytes:
         number, checksum, sizes, runs = self
-        body = _body(len(sizes) + 2 * len(runs)).pack(
-            RECORD_VERSION, len(sizes), len(runs), number, checksum, *sizes, *chain.from_iterable(runs)
-        )
+        fields = [*sizes, *chain.from_iterable(runs)]
+        body = _body(len(fields)).pack(RECORD_VERSION, len(sizes), len(runs), number, checksum, *fields)
         return body + _CHECK.pack(xxhash.xxh3_64_intdigest(name + body))
 
     @classmethod
     def unpack(cls, name: bytes, value: bytes) -> SlabRecord:
         """Parses a record and verifies its checksum; raises `DamagedRecordError`."""
-        count, rest = divmod(len(value) - _FIXED.size, 8)
-        if not 0 <= count <= _MAX_FIELDS or rest:
-            raise DamagedRecordError
-        if _CHECK.unpack_from(value, len(value) - 8)[0] != xxhash.xxh3_64_intdigest(name + value[:-8]):
-            raise DamagedRecordError
-        version, parts, runs, number, checksum, *fields = _body(count).unpack_from(value)
-        if version != RECORD_VERSION or parts + 2 * runs != count:
-            raise DamagedRecordError
-        sizes, starts, pages = tuple(fields[:parts]), fields[parts::2], fields[parts + 1 :: 2]
-        if pages_for(sizes) != sum(pages):
-            raise DamagedRecordError
-        return tuple.__new__(cls, (number, checksum, sizes, tuple(map(_as_run, zip(starts, pages, strict=True)))))
+        number, checksum, sizes, runs = parse_record(name, value)
+        return cls(number, checksum, sizes, tuple(map(PageRun._make, runs)))
+
+
+def parse_record(name: bytes, value: bytes) -> tuple[int, int, tuple[int, ...], list[tuple[int, int]]]:
+    """Returns the fields of a `SlabRecord`, with plain tuples as runs: half the time of `unpack`.
+
+    Verifies the record's checksum; raises `DamagedRecordError`.
+    """
+    count, rest = divmod(len(value) - _EMPTY_BYTES, 8)
+    if not 0 <= count <= _MAX_FIELDS or rest:
+        raise DamagedRecordError
+    version, parts, runs, number, checksum, *fields, check = _record(count).unpack(value)
+    if check != xxhash.xxh3_64_intdigest(name + value[:-8]):
+        raise DamagedRecordError
+    sizes, pages = tuple(fields[:parts]), fields[parts + 1 :: 2]
+    if version != RECORD_VERSION or parts + 2 * runs != count or pages_for(sizes) != sum(pages):
+        raise DamagedRecordError
+    places = [(fields[parts], pages[0])] if runs == 1 else list(zip(fields[parts::2], pages, strict=True))
+    return number, checksum, sizes, places
 
 
 @lru_cache(maxsize=256)
 def _body(fields: int) -> struct.Struct:
     """Returns the format of a record with this number of sizes, starts and lengths."""
     return struct.Struct(f"<BxHIQQ{fields}Q")
+
+
+@lru_cache(maxsize=256)
+def _record(fields: int) -> struct.Struct:
+    """Returns the format of `_body` with the checksum of the record."""
+    return struct.Struct(f"<BxHIQQ{fields}QQ")
 
 
 @lru_cache(maxsize=256)

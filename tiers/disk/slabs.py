@@ -35,8 +35,8 @@ PIECE_BYTES = BOUNCE_BYTES // 4
 IO_THREADS = 4
 _PAGE_OF = itemgetter(0)
 
-Place = tuple[Sequence[PageRun], Sequence[memoryview]]
-"""Pages of a block, and the memory of its parts. The pages have exactly the size of the parts."""
+Place = tuple[Sequence[tuple[int, int]], Sequence[memoryview]]
+"""Runs of a block (first page, pages), and the memory of its parts, which fills these pages."""
 
 
 class Slabs:
@@ -155,7 +155,7 @@ class Slabs:
         for page, view, number in _pieces_of(blocks):
             size = view.nbytes
             padded = -(-size // PAGE_BYTES) * PAGE_BYTES
-            bounces = padded - _straight_bytes(view)
+            bounces = padded if address_of(view) % PAGE_BYTES else size % PAGE_BYTES and PAGE_BYTES
             if views and (
                 page != end
                 or page % self._slab_pages == 0
@@ -254,14 +254,14 @@ def _pieces_of(blocks: Sequence[Place]) -> list[tuple[int, memoryview, int]]:
     pieces: list[tuple[int, memoryview, int]] = []
     for number, (runs, parts) in enumerate(blocks):
         if len(runs) == len(parts) == 1 and parts[0].nbytes <= PIECE_BYTES:
-            pieces.append((runs[0].start, parts[0], number))
+            pieces.append((runs[0][0], parts[0], number))
         else:
             pieces += [(page, view, number) for page, view in _cut(runs, parts)]
     pieces.sort(key=_PAGE_OF)
     return pieces
 
 
-def _cut(runs: Sequence[PageRun], parts: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
+def _cut(runs: Sequence[tuple[int, int]], parts: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
     """Divides the parts of a block between its runs, and where they exceed one call or buffer."""
     left = iter(runs)
     page = room = 0

@@ -21,7 +21,8 @@ from ..storage.fsck import Finding, Slice
 from ..storage.health import TierHealth
 from ..types import NAMESPACE_BYTES
 from .check import check_slice
-from .format import SlabRecord
+from .format import parse_record
+from .slabs import Place
 from .store import DiskStore
 
 __all__ = ["DiskTier"]
@@ -107,19 +108,27 @@ class DiskTier(SecondaryTier):
         except lmdb.Error as error:
             self._health.report("load", f"cannot load: {error}")
             return [Outcome.FAILED] * len(blocks)
-        wanted: list[tuple[int, bytes, bytes, SlabRecord]] = []
+        wanted: list[tuple[int, bytes, bytes, int]] = []
+        places: list[Place] = []
         for (number, name), packed in zip(names.items(), found, strict=True):
-            if packed is not None:
-                if record := _record(blocks[number], name, packed):
-                    wanted.append((number, name, packed, record))
-                else:
-                    outcomes[number] = self._drop(name, packed, quarantine=False)
-        unreadable = self._store.slabs.read([(record.runs, blocks[number].parts) for number, _, _, record in wanted])
-        for at, (number, name, packed, record) in enumerate(wanted):
+            if packed is None:
+                continue
+            block = blocks[number]
+            try:
+                _, checksum, sizes, runs = parse_record(name, packed)
+            except DamagedRecordError:
+                sizes = None
+            if sizes == block.sizes:
+                wanted.append((number, name, packed, checksum))
+                places.append((runs, block.parts))
+            else:
+                outcomes[number] = self._drop(name, packed, quarantine=False)
+        unreadable = self._store.slabs.read(places)
+        for at, (number, name, packed, checksum) in enumerate(wanted):
             if at in unreadable:
                 outcomes[number] = Outcome.FAILED
                 self._health.report("load", f"cannot load: {unreadable[at]}")
-            elif checksum_of(name, blocks[number].parts) == record.checksum:
+            elif checksum_of(name, blocks[number].parts) == checksum:
                 outcomes[number] = Outcome.DONE
             else:
                 outcomes[number] = self._drop(name, packed, quarantine=True)
@@ -185,15 +194,6 @@ class DiskTier(SecondaryTier):
             self._health.report("remove", f"cannot remove: {self._store.describe(error)}")
             return
         self._health.report("remove", None)
-
-
-def _record(block: BlockBytes, name: bytes, packed: bytes) -> SlabRecord | None:
-    """Returns the record if the record is intact and has the part sizes of the block."""
-    try:
-        record = SlabRecord.unpack(name, packed)
-    except DamagedRecordError:
-        return None
-    return record if record.sizes == block.sizes else None
 
 
 def _is_full(error: Exception) -> bool:
