@@ -70,7 +70,7 @@ class Parsers:
                 lambda data: disk_format.SlabRecord.unpack(b"name", _with_checksum(data)),
                 (disk_format.DamagedRecordError,),  # type: ignore[attr-defined]
             ),
-            (lmdb_format.BlockRecord.read, (lmdb_format.DamagedRecordError,)),
+            (lmdb_format.parse_record, (lmdb_format.DamagedRecordError,)),
             (self._store_answers, (StoreUnavailableError,)),
             (self._store_value, (StoreUnavailableError,)),
             (self._pack_name, ()),

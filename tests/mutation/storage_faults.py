@@ -90,7 +90,7 @@ STORAGE_FAULTS = (
     Fault(
         "a corrupt block stays in LMDB",
         _LMDB,
-        "return Outcome.CORRUPT if self._remove([block.namespace + block.key]) else Outcome.FAILED",
+        "return Outcome.CORRUPT if self._remove([name]) else Outcome.FAILED",
         "return Outcome.CORRUPT",
     ),
     Fault(

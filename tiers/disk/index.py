@@ -57,8 +57,7 @@ class Index:
     def get(self, names: Sequence[bytes]) -> list[bytes | None]:
         """Returns packed records; None for missing names. Raises `lmdb.Error`."""
         with self._env.begin() as txn:
-            found = dict(txn.cursor(self._blocks).getmulti(names))
-        return list(map(found.get, names))
+            return [txn.get(name, None, self._blocks) for name in names]
 
     def put(self, records: Sequence[tuple[bytes, SlabRecord]]) -> list[SlabRecord]:
         """Adds blocks; returns replaced records. Raises `lmdb.Error`; then nothing changed."""

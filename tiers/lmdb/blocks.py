@@ -21,6 +21,7 @@ from .format import (
     DamagedRecordError,
     chunk_prefix,
     cut,
+    parse_record,
     record_id_of,
 )
 
@@ -60,23 +61,24 @@ def put_blocks(store: Environment, txn: Any, blocks: Sequence[BlockBytes], first
     return [name for name, _ in records if name not in replaced]
 
 
-def read_block(store: Environment, txn: Any, block: BlockBytes) -> Outcome:
-    """Fills and verifies the parts of a block. The transaction must be open with `buffers=True`."""
-    name, parts = block.namespace + block.key, block.parts
+def read_block(store: Environment, txn: Any, name: bytes, block: BlockBytes) -> Outcome:
+    """Fills and verifies the parts of a block. `name`: its namespace and key.
+
+    The transaction must be open with `buffers=True`.
+    """
     packed = txn.get(name, None, store.index)
     if packed is None:
         return Outcome.MISSING
     try:
         # The checksum of the block also detects a damaged record, so the record is not verified.
-        record_id, checksum, sizes, tails = BlockRecord.read(bytes(packed))
+        record_id, checksum, sizes, tails = parse_record(bytes(packed))
     except DamagedRecordError:
         return Outcome.CORRUPT
-    if sizes != _sizes(parts):
+    if sizes != block.sizes:
         return Outcome.CORRUPT
     where = cut(sizes, store.page_bytes, tails=bool(tails))
-    if not _fill_tails(parts, where, tails) or not _fill(store, txn, record_id, where, parts):
-        return Outcome.CORRUPT
-    return Outcome.DONE if checksum_of(name, parts) == checksum else Outcome.CORRUPT
+    filled = _fill(store, txn, record_id, tails, where, block.parts)
+    return Outcome.DONE if filled and checksum_of(name, block.parts) == checksum else Outcome.CORRUPT
 
 
 def delete_block(store: Environment, txn: Any, index_key: bytes, cursor: Any) -> bool:
@@ -168,10 +170,6 @@ def _cut(store: Environment, sizes: tuple[int, ...]) -> Cut:
     return with_tails if with_tails.tail_bytes <= TAILS_BYTES else cut(sizes, store.page_bytes, tails=False)
 
 
-def _sizes(parts: tuple[memoryview, ...]) -> tuple[int, ...]:
-    return (parts[0].nbytes,) if len(parts) == 1 else tuple([part.nbytes for part in parts])
-
-
 def _chunks(
     store: Environment, blocks: Sequence[BlockBytes], record_id: int, records: list[tuple[bytes, bytes]]
 ) -> Iterator[tuple[bytes, memoryview]]:
@@ -181,7 +179,7 @@ def _chunks(
     """
     for block in blocks:
         name, parts = block.namespace + block.key, block.parts
-        sizes = _sizes(parts)
+        sizes = block.sizes
         where = _cut(store, sizes)
         tails = b"".join([parts[part][start:] for part, start in where.tails])
         records.append((name, BlockRecord(record_id, checksum_of(name, parts), sizes, tails).pack(name)))
@@ -202,8 +200,12 @@ def _replace(store: Environment, txn: Any, records: Sequence[tuple[bytes, bytes]
     return replaced
 
 
-def _fill_tails(parts: Sequence[memoryview], where: Cut, tails: bytes) -> bool:
-    """Fills the ends of parts from a record; returns whether `tails` has the right length."""
+def _fill(store: Environment, txn: Any, record_id: int, tails: bytes, where: Cut, parts: Sequence[memoryview]) -> bool:
+    """Fills parts from the record's tails and from chunks; returns whether all have the right size.
+
+    `get` reads the pages without the GIL. The copy holds the GIL for at most 25 µs, because
+    releasing and reacquiring the GIL next to a busy event loop can take longer.
+    """
     if len(tails) != where.tail_bytes:
         return False
     at = 0
@@ -211,15 +213,6 @@ def _fill_tails(parts: Sequence[memoryview], where: Cut, tails: bytes) -> bool:
         view = parts[part][start:]
         view[:] = tails[at : at + view.nbytes]
         at += view.nbytes
-    return True
-
-
-def _fill(store: Environment, txn: Any, record_id: int, where: Cut, parts: Sequence[memoryview]) -> bool:
-    """Fills parts from their chunks; returns whether all chunks are present.
-
-    `get` reads the pages without the GIL. The copy holds the GIL for at most 25 µs, because
-    releasing and reacquiring the GIL next to a busy event loop can take longer.
-    """
     prefix, data = chunk_prefix(record_id), store.data
     for suffix, number, start, stop in where.chunks:
         chunk = txn.get(prefix + suffix, None, data)

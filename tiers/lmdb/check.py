@@ -44,7 +44,7 @@ def _verify(store: Environment, name: bytes, sizes: tuple[int, ...]) -> str:
     parts = tuple(memoryview(bytearray(size)) for size in sizes)
     block = BlockBytes(NamespaceId(name[:NAMESPACE_BYTES]), name[NAMESPACE_BYTES:], parts)
     with store.env.begin(buffers=True) as txn:
-        outcome = read_block(store, txn, block)
+        outcome = read_block(store, txn, name, block)
     return "its bytes are not those that were stored" if outcome is Outcome.CORRUPT else ""
 
 

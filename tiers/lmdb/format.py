@@ -19,7 +19,7 @@ For example, a block of 64 KiB is one record and one chunk.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -47,6 +47,7 @@ __all__ = [
     "is_name",
     "is_storable",
     "names_of",
+    "parse_record",
     "record_id_of",
     "tail_bytes",
 ]
@@ -97,22 +98,23 @@ class BlockRecord(NamedTuple):
         end = len(value) - _CHECK.size
         if end < _HEAD.size or _CHECK.unpack_from(value, end)[0] != xxhash.xxh3_64_intdigest(index_key + value[:end]):
             raise DamagedRecordError
-        return cls.read(value)
+        return cls(*parse_record(value))
 
-    @classmethod
-    def read(cls, value: bytes) -> BlockRecord:
-        """Parses a record without verifying its checksum, for readers that verify the block itself.
 
-        Raises `DamagedRecordError` if `value` cannot be a record.
-        """
-        end = len(value) - _CHECK.size
-        if end < _HEAD.size:
-            raise DamagedRecordError
-        version, parts, record_id, checksum = _HEAD.unpack_from(value)
-        start = _HEAD.size + 8 * parts
-        if version not in (1, 2) or start > end or (version == 1) != (start == end):
-            raise DamagedRecordError
-        return cls(record_id, checksum, _sizes(parts).unpack_from(value, _HEAD.size), value[start:end])
+def parse_record(value: bytes) -> tuple[int, int, tuple[int, ...], bytes]:
+    """Returns the fields of a `BlockRecord`; does not verify the record's checksum.
+
+    For readers that verify the block itself. Raises `DamagedRecordError` if `value` cannot be a
+    record.
+    """
+    end = len(value) - _CHECK.size
+    if end < _HEAD.size:
+        raise DamagedRecordError
+    version, parts, record_id, checksum = _HEAD.unpack_from(value)
+    start = _HEAD.size + 8 * parts
+    if version not in (1, 2) or start > end or (version == 1) != (start == end):
+        raise DamagedRecordError
+    return record_id, checksum, _sizes(parts).unpack_from(value, _HEAD.size), value[start:end]
 
 
 @lru_cache(maxsize=256)
@@ -145,8 +147,8 @@ def entries_of(blocks: Iterable[tuple[int, bytes, int]]) -> Iterator[Entry]:
         yield Entry(namespaces.setdefault(namespace, NamespaceId(namespace)), name[NAMESPACE_BYTES:], nbytes)
 
 
-def chunk_prefix(record_id: int) -> bytes:
-    return _PREFIX.pack(record_id)
+chunk_prefix: Callable[[int], bytes] = _PREFIX.pack
+"""Returns the start of the keys of a record's chunks."""
 
 
 def record_id_of(key: bytes) -> int:
