@@ -401,6 +401,94 @@ def test_an_unreadable_block_fails_alone(tmp_path: Path, monkeypatch: pytest.Mon
     tier.close()
 
 
+def adjacent(tier: DiskTier, count: int) -> list[BlockBytes]:
+    """Stores blocks "0", "1", … of 64 KiB in adjacent pages; returns blocks to load them."""
+    memory = aligned(count * 64 * KIB)
+    blocks = [
+        BlockBytes(SPACE, b"%d" % number, (memory[number * 64 * KIB : (number + 1) * 64 * KIB],))
+        for number in range(count)
+    ]
+    for number, block in enumerate(blocks):
+        block.parts[0][:] = content(number, (64 * KIB,))[0]
+    assert tier.store(blocks) == [DONE] * count
+    memory[:] = bytes(memory.nbytes)
+    return blocks
+
+
+def right(blocks: Sequence[BlockBytes]) -> list[bool]:
+    """Returns whether each block has its content."""
+    return [held(block) == content(int(block.key), (64 * KIB,)) for block in blocks]
+
+
+def test_a_corrupt_block_between_adjacent_blocks_fails_alone(
+    tmp_path: Path, system_calls: list[tuple[str, int, int]]
+) -> None:
+    """One system call reads all of them."""
+    tier = opened(tmp_path)
+    blocks = adjacent(tier, 8)
+    damage_block(tier, b"3", SPACE)
+    system_calls.clear()
+    assert tier.load(blocks) == [DONE, DONE, DONE, CORRUPT, DONE, DONE, DONE, DONE]
+    assert [(name, buffers) for name, _, buffers in system_calls] == [("preadv", 8)]
+    assert right(blocks) == [number != 3 for number in range(8)]
+    assert tier.load(blocks) == [DONE, DONE, DONE, MISSING, DONE, DONE, DONE, DONE]
+    tier.close()
+
+
+def test_only_blocks_of_a_failed_call_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is read once more, on its own; a block that was alone in the call is not."""
+    tier = opened(tmp_path)
+    blocks = adjacent(tier, 8)
+    bad = [record_of(tier, key, SPACE).runs[0].start * PAGE_BYTES for key in (b"1", b"7")]
+    made, real = [], os.preadv
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        stop = offset + sum(buffer.nbytes for buffer in buffers)
+        made.append(len(buffers))
+        if any(offset <= at < stop for at in bad):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    wanted = [*blocks[:3], *blocks[4:6], blocks[7]]
+    assert tier.load(wanted) == [DONE, FAILED, DONE, DONE, DONE, FAILED]
+    assert sorted(made) == [1, 1, 1, 1, 2, 3]
+    assert right(wanted) == [True, False, True, True, True, False]
+    assert "Input/output error" in str(tier.last_error)
+    tier.close()
+
+
+def test_a_file_that_became_shorter_fails_only_its_last_blocks(tmp_path: Path) -> None:
+    """A combined read that ends in the file is not a success."""
+    tier = opened(tmp_path)
+    blocks = adjacent(tier, 8)
+    os.truncate(tmp_path / "slab-00000", record_of(tier, b"5", SPACE).runs[0].end * PAGE_BYTES - PAGE_BYTES)
+    assert tier.load(blocks) == [DONE] * 5 + [FAILED] * 3
+    assert right(blocks[:5]) == [True] * 5
+    assert "shorter than expected" in str(tier.last_error)
+    tier.close()
+
+
+def test_a_block_in_a_missing_slab_fails_alone(tmp_path: Path) -> None:
+    """A record with a valid checksum can name any pages."""
+    tier = opened(tmp_path)
+    blocks = adjacent(tier, 3)
+    record = record_of(tier, b"1", SPACE)
+    far = PageRun(1 << 30, record.runs[0].pages)
+    tier._store.index.put([(SPACE + b"1", record._replace(runs=(far,)))])
+    assert tier.load(blocks) == [DONE, FAILED, DONE]
+    tier.close()
+
+
+def test_a_block_twice_in_a_load_is_read_twice(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    first, *_ = adjacent(tier, 2)
+    again = BlockBytes(SPACE, b"0", (aligned(64 * KIB),))
+    assert tier.load([first, again]) == [DONE, DONE]
+    assert right([first, again]) == [True, True]
+    tier.close()
+
+
 # ----- damage
 
 

@@ -13,11 +13,12 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Self
 
 import lmdb
 import pytest
 from contracts.secondary_tier import SecondaryTierContract
-from contracts.tier import CORRUPT, DONE, FAILED, KIB, MIB, MISSING, NO_SPACE, SPACE, content, empty, fetch, full
+from contracts.tier import CORRUPT, DONE, FAILED, KIB, MIB, MISSING, NO_SPACE, SPACE, content, empty, fetch, full, held
 from harness.polling import wait_until
 
 from kvtier.tiers.lmdb import probe as lmdb_probe
@@ -720,6 +721,59 @@ def test_errors_of_lmdb_fail_the_job(
     assert tier.store([full(b"a", [b"a"])]) == [DONE]
     tier.remove([(SPACE, b"key")])
     assert tier.last_error is None
+    tier.close()
+
+
+class _Recorded:
+    """Environment whose transactions are counted, and in which reads of one key fail."""
+
+    def __init__(self, env: lmdb.Environment, bad: bytes) -> None:
+        self._env, self._bad = env, bad
+        self.transactions = 0
+
+    def begin(self, **more: Any) -> Any:
+        self.transactions += 1
+        return _Transaction(self._env.begin(**more), self._bad)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._env, name)
+
+
+class _Transaction:
+    """After an error, LMDB refuses every further read of a transaction."""
+
+    def __init__(self, txn: lmdb.Transaction, bad: bytes) -> None:
+        self._txn, self._bad, self._broken = txn, bad, False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._txn.abort()
+
+    def get(self, key: bytes, *more: Any) -> Any:
+        self._broken |= key == self._bad
+        if self._broken:
+            raise lmdb.PageNotFoundError("page")
+        return self._txn.get(key, *more)
+
+
+@pytest.mark.parametrize("bad", [0, 20, 63])
+def test_an_unreadable_block_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int) -> None:
+    """Other blocks of its transaction are loaded, with another transaction."""
+    tier = opened(tmp_path)
+    sizes = (64 * KIB,)
+    tier.store([full(b"%d" % number, content(number, sizes)) for number in range(64)])
+    whole, recorded = tier._store, _Recorded(tier._store.env, SPACE + b"%d" % bad)
+    fields = {name: getattr(whole, name) for name in whole.__slots__}
+    monkeypatch.setattr(tier, "_store", type(whole)(**(fields | {"env": recorded})))
+    into = [empty(b"%d" % number, sizes) for number in range(64)]
+    assert tier.load(into) == [FAILED if number == bad else DONE for number in range(64)]
+    assert all(held(block) == content(number, sizes) for number, block in enumerate(into) if number != bad)
+    assert "cannot load" in str(tier.last_error)
+    # One per 2 MiB, and one more after the error if blocks are left.
+    assert recorded.transactions == (2 if bad == 63 else 3)
+    monkeypatch.setattr(tier, "_store", whole)
     tier.close()
 
 
