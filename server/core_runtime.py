@@ -357,7 +357,7 @@ class TierRuntime:
         """Starts a job on a thread. The core has pinned the blocks, so their slots stay valid."""
         move = worker.store if operation == "store" else worker.load
         ended = partial(self._ended_on_thread, worker, job_id)
-        move(lambda: [self._block_bytes(block) for block in blocks], len(blocks), ended)
+        move(lambda: list(map(partial(_block_bytes, self.region.memory), blocks)), len(blocks), ended)
 
     def _ended_on_thread(self, worker: TierWorker, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
         self._finished.append((worker, job_id, outcomes))
@@ -371,14 +371,6 @@ class TierRuntime:
         self.core.lookup_finished(job_id, answers)
         self.run_commands()
         self.notify_change()
-
-    def _block_bytes(self, block: Block) -> BlockBytes:
-        memory = self.region.memory
-        return BlockBytes(
-            block.namespace,
-            block.key,
-            tuple(memory[slot : slot + block.part_bytes] for slot in block.slots if slot is not None),
-        )
 
     async def _tick(self) -> None:
         for tick in count():
@@ -439,6 +431,12 @@ class TierRuntime:
             return False
         self._call_loop(self.core.add_memory, offset, nbytes)
         return True
+
+
+def _block_bytes(memory: memoryview, block: Block) -> BlockBytes:
+    nbytes = block.part_bytes
+    parts = tuple([memory[slot : slot + nbytes] for slot in block.slots if slot is not None])
+    return BlockBytes(block.namespace, block.key, parts)
 
 
 def random_ids() -> Iterator[int]:

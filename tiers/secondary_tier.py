@@ -12,8 +12,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from .negotiation import DEFAULT_RULES, Medium, NamespaceId, OffloadPolicy, RequestInfo, Rule, TierFilter, Vote
 
@@ -67,8 +66,7 @@ class Outcome(enum.Enum):
     """The storage reported an error; see `SecondaryTier.last_error`."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockBytes:
+class BlockBytes(NamedTuple):
     """One block and its memory: one contiguous view of the host region per rank, in rank order.
 
     A store writes the bytes of the views to the tier. A load fills the views completely. If the
@@ -92,8 +90,7 @@ class BlockBytes:
         return parts[0].nbytes if len(parts) == 1 else sum([part.nbytes for part in parts])
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A stored block: name (namespace and key), and total size of the parts."""
 
     namespace: NamespaceId

@@ -266,7 +266,7 @@ class CheckedTier(SecondaryTier):
         outcomes: Any = self._try(work, lambda: list(move(blocks)))
         if outcomes is _FAILED or not self._counts(work, outcomes, blocks):
             return [Outcome.FAILED] * len(blocks)
-        if not all(isinstance(outcome, Outcome) for outcome in outcomes):
+        if set(map(type, outcomes)) - {Outcome}:
             self.report(work, f"{work} returns invalid outcomes: {safe_repr(outcomes)}")
             return [outcome if isinstance(outcome, Outcome) else Outcome.FAILED for outcome in outcomes]
         self.report(work, None)

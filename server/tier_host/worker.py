@@ -282,7 +282,8 @@ class TierWorker:
     def _run(
         self, operation: str, move: Callable[[Sequence[BlockBytes]], list[Outcome]], blocks: Sequence[BlockBytes]
     ) -> Sequence[Outcome]:
-        nbytes = sum(block.nbytes for block in blocks)  # before the tier releases its views
+        # Before the tier releases its views.
+        nbytes = sum([part.nbytes for block in blocks for part in block.parts])
         started = time.monotonic()
         outcomes = move(blocks)
         try:

@@ -136,7 +136,8 @@ def names_of(blocks: Iterable[BlockBytes]) -> dict[int, bytes]:
 
 
 def is_storable(block: BlockBytes) -> bool:
-    return is_name(block.namespace, block.key) and len(block.parts) <= MAX_PARTS and block.nbytes > 0
+    namespace, key, parts = block
+    return len(namespace) == NAMESPACE_BYTES and len(key) <= MAX_KEY_BYTES and len(parts) <= MAX_PARTS and any(parts)
 
 
 def entries_of(blocks: Iterable[tuple[int, bytes, int]]) -> Iterator[Entry]:
