@@ -9,7 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, NewType, is_typeddict
+from typing import Any, ForwardRef, NewType, is_typeddict
 
 from kvtier import client, tiers
 from kvtier.tiers import secondary_tier
@@ -166,6 +166,8 @@ def _signature(name: str, function: Any, *, skip_self: bool = False) -> str:
 
 
 def _code(annotation: Any) -> Any:
+    if isinstance(annotation, ForwardRef):  # of a named tuple
+        annotation = annotation.__forward_arg__
     return _Code(annotation) if isinstance(annotation, str) else annotation
 
 

@@ -147,7 +147,7 @@ class Slabs:
         return min(self._slab_pages, self._pages - number * self._slab_pages)
 
     def _calls(self, blocks: Sequence[Place]) -> list[_Call]:
-        """Divides a transfer into system calls, in the order of the pages. Joins adjacent pieces."""
+        """Divides a transfer into system calls, in page order. Joins adjacent pieces."""
         calls: list[_Call] = []
         views: list[memoryview] = []
         numbers: list[int] = []
