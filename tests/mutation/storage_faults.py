@@ -105,6 +105,24 @@ STORAGE_FAULTS = (
         "            if isinstance(error, (OSError, lmdb.MapFullError)):\n",
         "            if False:\n",
     ),
+    Fault(
+        "blocks beside an unreadable one fail with it",
+        "tiers/disk/slabs.py",
+        "                again |= numbers\n",
+        "                pass\n",
+    ),
+    Fault(
+        "a short read counts as a whole one",
+        "tiers/disk/slab_file.py",
+        "            if done == nbytes:\n",
+        "            if done:\n",
+    ),
+    Fault(
+        "an unreadable block ends the load of the others",
+        _LMDB,
+        "            outcomes[names[at][0]] = Outcome.FAILED\n            at += 1\n        return at\n",
+        "            outcomes[names[at][0]] = Outcome.FAILED\n            at = len(names)\n        return at\n",
+    ),
     Fault("a replaced block keeps its pages", _DISK, "        self._free(space, replaced)\n", ""),
     Fault(
         "a block is in the index before it is on the disk",
