@@ -246,7 +246,8 @@ class LMDBTier(SecondaryTier):
                     at += 1
         except lmdb.Error as error:
             self._health.report("load", f"cannot load: {error}")
-            outcomes[names[at][0]] = Outcome.FAILED
+            if at < len(names):
+                outcomes[names[at][0]] = Outcome.FAILED
             at += 1
         return at
 
