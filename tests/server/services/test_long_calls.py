@@ -26,11 +26,13 @@ from kvtier.server.core_runtime import TierRuntime
 from kvtier.server.refused import Refused
 from kvtier.server.rpc import request_checks
 from kvtier.server.services import long_calls
+from kvtier.tiers.core.block_matcher import OTHER_COST
 from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import Change
 from kvtier.tiers.core.completions import Durability
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.operations import Operation
+from kvtier.tiers.core.running_lookup import LOOKUP_SLICE
 from kvtier.tiers.errors import InvalidItem, InvalidKey, LeaseNotFound, StoreNotFound
 from kvtier.tiers.secondary_tier import NamespaceId, TierFilter
 from kvtier.tiers.types import (
@@ -438,7 +440,8 @@ def test_releases_and_renewals_run_in_slices() -> None:
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("known", [True, False])
 def test_lookups_run_in_slices(*, prefix: bool, known: bool) -> None:
-    """Other calls run between two slices of at most 256 keys; the answer is of the whole lookup."""
+    """Other calls run between two slices of a lookup; the answer is of the whole lookup."""
+    slice_keys = LOOKUP_SLICE if known or prefix else LOOKUP_SLICE // OTHER_COST
 
     async def scenario() -> None:
         async with serving() as calls:
@@ -446,7 +449,7 @@ def test_lookups_run_in_slices(*, prefix: bool, known: bool) -> None:
                 run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS)))
             calls.session.writers.add(1)
             call = asyncio.create_task(calls.look_up(KEYS, prefix=prefix, want_slots=True))
-            assert await turns_of(call) > MANY // 256
+            assert await turns_of(call) > MANY // slice_keys
             answer = call.result()
             assert set(answer.statuses) == {KeyStatus.HIT if known else KeyStatus.MISS}
             assert len(answer.statuses) == len(answer.sources) == MANY
@@ -497,12 +500,12 @@ def test_prefetches_run_in_slices() -> None:
         async with serving() as calls:
             run_to_end(calls.runtime.core.complete_store(calls.session, calls.store(KEYS)))
             call = asyncio.create_task(calls.service.Prefetch(cache_pb2.PrefetchRequest(keys=pack_keys(KEYS)), None))
-            assert await turns_of(call) >= MANY // 256
+            assert await turns_of(call) >= MANY // LOOKUP_SLICE
             assert call.result().present_blocks == MANY
             await until(lambda: not calls.pins())
             before = calls.long_calls._scheduler.turns
             call = asyncio.create_task(calls.service.Prefetch(cache_pb2.PrefetchRequest(keys=pack_keys(KEYS)), None))
-            await until(lambda: calls.long_calls._scheduler.turns == before + KEY_TURNS + 5)
+            await until(lambda: calls.long_calls._scheduler.turns == before + KEY_TURNS + 2)
             assert not call.done()
             assert not calls.pins()
             call.cancel()
@@ -533,7 +536,7 @@ def test_a_lease_that_ends_before_its_slots_are_read_is_a_miss() -> None:
 
 
 @pytest.mark.parametrize("ends", ["call", "session"])
-@pytest.mark.parametrize("turns", [2, 9, 17, 19])
+@pytest.mark.parametrize("turns", [2, 4, 5, 7])
 def test_a_lookup_that_ends_early_leaves_nothing(ends: str, turns: int) -> None:
     """The client disconnects, or its session ends, between two slices of the lookup or read."""
 

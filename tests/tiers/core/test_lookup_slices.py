@@ -288,3 +288,28 @@ def test_a_repeated_lookup_counts_once_in_the_curves() -> None:
         counts.append((curves._keys, curves._answered))
     assert counts[0] == counts[1]
     assert counts[0][0] == len(names)
+
+
+@pytest.mark.parametrize(("most", "expected"), [(1, 4), (40, 32)], ids=["one block per request", "one request"])
+def test_a_slice_has_fewer_keys_if_their_blocks_come_from_many_requests(most: int, expected: int) -> None:
+    """The use of each run takes the eviction policy as long as several blocks of one run."""
+    rig = Rig(extents=16)
+    names = keys(*range(40))
+    for start in range(0, len(names), most):
+        rig.store(names[start : start + most])
+    lookup = begin(rig, names, 4 * OTHER_COST)
+    sizes = []
+    while step(lookup):
+        sizes.append(lookup.state.position - sum(sizes))
+    assert max(sizes) == expected
+    assert lookup.state.answer().statuses() == HIT * 40
+
+
+def test_a_slice_has_few_keys_that_are_not_ready() -> None:
+    rig = mixed_rig()
+    lookup = begin(rig, keys(*range(10, 20), *range(10), *range(20, 30)), 4 * OTHER_COST - 3)
+    sizes = []
+    while step(lookup):
+        sizes.append(lookup.state.position - sum(sizes))
+    assert sizes[0] == 10 + 3
+    assert set(sizes[1:]) == {3}
