@@ -352,7 +352,7 @@ class LeaseTable:
 
 
 def _ranks_of(blocks: Iterable[Block | None]) -> int:
-    """Returns the number of ranks of the blocks' namespace. To ask each block costs a cache miss."""
+    """Returns the number of ranks of the namespace. To ask each block would cost a cache miss."""
     for block in blocks:
         if block is not None:
             return len(block.slots)

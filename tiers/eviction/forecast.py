@@ -263,7 +263,7 @@ class Forecast(Generic[T]):
                 old.replace_by(taken)
 
     def _extend_tail(self, tail: BlockRun[T], old: BlockRun[T], piece: list[T]) -> None:
-        """Adds the next blocks of a run to the tail of a chain, which has the blocks before them."""
+        """Adds the next blocks of a run to the tail of a chain, which has those before them."""
         if old.items == piece:
             old.items, old.at_risk = [], 0
             self._leave_bucket(old)
