@@ -23,7 +23,7 @@ BEFORE: Figures = {
         ("round trips", 2, 3),
         ("client: system calls", 6, 7),
         ("client: function calls", 313, 314),
-        ("server: function calls", 1104, 1105),
+        ("server: function calls", 1154, 1155),
         ("memory at the peak, KiB", 64, 65),
     ],
 )
