@@ -54,6 +54,7 @@ SMALL_FILES = {
     "/client/engines/vllm/sleep.py": "a dependency of its own: vLLM's sleep mode",
     "/client/engines/vllm_tier/compat.py": "a dependency of its own: vLLM's tiering",
     "/tiers/eviction/lru.py": "one module per eviction policy",
+    "/tiers/disk/check.py": "one module per tier and check, as tiers/lmdb/check.py",
     "/tiers/lmdb/check.py": "one module per tier and check, as tiers/disk/check.py",
 }
 """Small files that may have fewer than two importers, each with the reason."""

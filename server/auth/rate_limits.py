@@ -90,7 +90,7 @@ class RateLimiter:
         if self._bytes is not None:
             self._check(self._bytes, "bytes")
 
-    def add_to_counter(self, nbytes: int) -> None:
+    def count_bytes(self, nbytes: int) -> None:
         if self._bytes is not None:
             self._bytes.take(nbytes, self._clock())
 

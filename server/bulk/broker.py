@@ -72,7 +72,7 @@ class _Stream:
     def count(self, nbytes: int) -> None:
         self.moved.inc(nbytes)
         if self.limiter is not None:
-            self.limiter.add_to_counter(nbytes)
+            self.limiter.count_bytes(nbytes)
 
 
 class SlotReader(Protocol):

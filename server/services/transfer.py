@@ -146,7 +146,7 @@ class TransferService:
                 received += payload.nbytes
                 self._pushed.inc(payload.nbytes)
                 if limiter is not None:
-                    limiter.add_to_counter(payload.nbytes)
+                    limiter.count_bytes(payload.nbytes)
         if session is None:
             raise Refused("INVALID_ARGUMENT", "the stream ended before its first frame")
         return transfer_pb2.PushResponse(received_bytes=received)
@@ -180,7 +180,7 @@ class TransferService:
                 offset += nbytes
                 self._pulled.inc(nbytes)
                 if limiter is not None:
-                    limiter.add_to_counter(nbytes)
+                    limiter.count_bytes(nbytes)
 
     async def Locate(
         self, request: transfer_pb2.LocateRequest, context: grpc.aio.ServicerContext

@@ -120,8 +120,8 @@ STORAGE_FAULTS = (
     Fault(
         "an unreadable block ends the load of the others",
         _LMDB,
-        "            outcomes[names[at][0]] = Outcome.FAILED\n            at += 1\n        return at\n",
-        "            outcomes[names[at][0]] = Outcome.FAILED\n            at = len(names)\n        return at\n",
+        "                outcomes[names[at][0]] = Outcome.FAILED\n                at += 1\n",
+        "                outcomes[names[at][0]] = Outcome.FAILED\n                at = len(names)\n",
     ),
     Fault("a replaced block keeps its pages", _DISK, "        self._free(space, replaced)\n", ""),
     Fault(

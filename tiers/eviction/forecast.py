@@ -38,7 +38,15 @@ from typing import ClassVar, Generic
 
 from .open_requests import OpenRequests
 from .policy import T
-from .request_chains import BlockRun, RankBucket, RequestChain, StaleChains, UseClock, children_first
+from .request_chains import (
+    BlockRun,
+    RankBucket,
+    RequestChain,
+    StaleChains,
+    UseClock,
+    children_first,
+    end_of_whole_run,
+)
 from .reuse_model import BIN_ENDS, BINS, Kind, ReuseModel
 
 __all__ = ["Forecast"]
@@ -55,9 +63,9 @@ _AGE_RESOLUTION = 16
 followed its last use. This limits the work per use."""
 _REFRESHED = 16
 """If a request has more runs, a use refreshes only the runs that it touches, and as many stale runs
-of long requests, plus this number. So the time of a use does not grow with the prompt."""
-_AGED = 256
-"""Limit of runs that one use moves to their next age bins; the next uses move the others."""
+of long requests, plus this number. Otherwise the time of a use would grow with the prompt."""
+_AGED, _AGED_PER_PIECE = 256, 4
+"""Limit of runs that one use moves to their next age bins, and how many more for each piece."""
 _MAX_TURN = 3
 _MAX_GROWTH = 8
 
@@ -75,7 +83,7 @@ class Forecast(Generic[T]):
         self._ranked: list[tuple[tuple[float, int], RankBucket[T]]] = []
         """The non-empty buckets, by rank. Ranks are unique, so buckets are never compared."""
         self._schedules: defaultdict[int, OrderedDict[BlockRun[T], None]] = defaultdict(OrderedDict)
-        """Per bin the runs that will leave the bin, in the order of the clock at which they do."""
+        """Per bin the runs that will leave the bin, about in the order in which they do."""
         self._stale = StaleChains[T]()
         self._clock = UseClock()
         self._next_fit = float(_MIN_LEARNING_PERIOD)
@@ -101,7 +109,7 @@ class Forecast(Generic[T]):
         self._refresh(chain)
         if request is None:
             self._close(chain)
-        self._age_runs()
+        self._age_runs(_AGED + _AGED_PER_PIECE * len(pieces))
         self._learn_step()
 
     def finish(self, request: Hashable) -> None:
@@ -134,7 +142,7 @@ class Forecast(Generic[T]):
         return itertools.chain.from_iterable(reversed(run.items) for run in children_first(runs))
 
     def oldest(self) -> T | None:
-        """Returns the tail of the least recently used run."""
+        """Returns the tail of a run that was about least recently used."""
         heads = (next(iter(bucket.runs)) for _, bucket in self._ranked)
         run = min(heads, key=lambda run: run.chain.last_use, default=None)
         return run.items[-1] if run else None
@@ -148,7 +156,7 @@ class Forecast(Generic[T]):
         start = 0
         while start < len(items):
             run: BlockRun[T] | None = items[start].policy_node
-            end = _end_of_whole_run(items, start, run)  # the usual case: items are not examined
+            end = end_of_whole_run(items, start, run)  # the usual case: items are not examined
             if not end:
                 end = start + 1
                 while end < len(items) and items[end].policy_node is run:
@@ -319,18 +327,15 @@ class Forecast(Generic[T]):
 
     def _refresh_runs(self, runs: Iterable[BlockRun[T]]) -> None:
         for run in runs:
-            if not run.at_risk:
-                continue
-            if run.used_at != run.chain.last_use:
-                run.used_at, run.bin = run.chain.last_use, 0
-            run.kind = self._classify(run)
-            self._put_in_bucket(run)
-            self._schedule(run)
+            if run.at_risk:
+                run.restart_age()
+                run.kind = self._classify(run)
+                self._put_in_bucket(run)
+                self._schedule(run)
 
     def _close(self, chain: RequestChain[T]) -> None:
         """Called at the end of a request."""
-        if len(chain.runs) > _REFRESHED:
-            self._stale.closed(chain)
+        self._stale.closed(chain)
         chain.close()
 
     def _classify(self, run: BlockRun[T]) -> Kind:
@@ -344,9 +349,9 @@ class Forecast(Generic[T]):
             ("pause", max(1, (int(run.pause) >> 4).bit_length()) if run.pause else 0),
         )
 
-    def _age_runs(self) -> None:
-        left = _AGED
-        for schedule in list(self._schedules.values()):
+    def _age_runs(self, left: int) -> None:
+        """Moves at most `left` runs to their next age bins, those in high bins first."""
+        for schedule in reversed(list(self._schedules.values())):
             while schedule and left:
                 run = next(iter(schedule))
                 if run.due > self._clock.now:
@@ -364,6 +369,7 @@ class Forecast(Generic[T]):
 
     def _count_misses(self, run: BlockRun[T]) -> None:
         """Sets the bin for a run's age, and counts a miss in each bin that the run has passed."""
+        run.restart_age()
         number, age = run.bin, self._clock.now - run.chain.last_use
         while age >= BIN_ENDS[number] and number + 1 < BINS:
             run.kind.misses[number] += run.at_risk
@@ -442,14 +448,3 @@ class Forecast(Generic[T]):
             run.at_risk = 0
             run.chain.runs.pop(run, None)
             self._unschedule(run)
-
-
-def _end_of_whole_run(items: Sequence[T], start: int, run: BlockRun[T] | None) -> int:
-    """Returns where `run` ends in `items` if `items` has all of it from `start` on; otherwise 0."""
-    if run is None or not run.items:
-        return 0
-    end = start + len(run.items)
-    # The last item is compared first, so that alternating runs cost one comparison each.
-    if end > len(items) or items[end - 1] is not run.items[-1] or items[start:end] != run.items:
-        return 0
-    return end

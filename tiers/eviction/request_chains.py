@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Generic
 
 from .policy import T
 from .reuse_model import BINS, Kind
 
-__all__ = ["BlockRun", "RankBucket", "RequestChain", "StaleChains", "UseClock", "children_first"]
+__all__ = ["BlockRun", "RankBucket", "RequestChain", "StaleChains", "UseClock", "children_first", "end_of_whole_run"]
 
 _WINDOW = 1 << 17
 """After this many block uses, the rate of earlier uses counts half."""
@@ -19,8 +19,8 @@ _CALIBRATION = 1 << 13
 """The scale is fixed after this many block uses, so that it does not follow the load."""
 _TOLERANCE = 16
 """The scale changes again if the rate has changed by more than this factor."""
-_MAX_STALE = 16
-"""Limit of chains that wait for a pass. Runs beyond it keep the kind that they have."""
+_MAX_PASSES = 16
+"""Limit of passes of ended requests. The runs of further ones keep the kind that they have."""
 _USE_SHARE = 0.1
 """Part of the clock that counts uses, so that uses within one tick of a coarse clock have ages."""
 
@@ -140,6 +140,11 @@ class BlockRun(Generic[T]):
         if parent is not None:
             parent.children[self] = None
 
+    def restart_age(self) -> None:
+        """Sets the bin to 0 if the request was used after the use from which the bin counts."""
+        if self.used_at != self.chain.last_use:
+            self.used_at, self.bin = self.chain.last_use, 0
+
     def replace_by(self, other: BlockRun[T] | None) -> None:
         """Removes a run without items from the tree of runs. `other` gets its children."""
         for child in list(self.children):
@@ -155,44 +160,45 @@ class StaleChains(Generic[T]):
     """
 
     def __init__(self) -> None:
+        self._waiting: dict[RequestChain[T], None] = {}
+        """Chains of open requests that were used after their last pass began."""
         self._passes: dict[RequestChain[T], Iterator[BlockRun[T]]] = {}
-        """The runs that are left of each pass. The first pass is continued first."""
-        self._again: set[RequestChain[T]] = set()
-        """Chains that were used after their pass began."""
+        """The runs that are left of each pass, the first pass first."""
 
     def used(self, chain: RequestChain[T]) -> None:
-        self._again.add(chain)
-        self._passes.setdefault(chain, iter(()))
-        if len(self._passes) > _MAX_STALE:
-            oldest = next(iter(self._passes))
-            del self._passes[oldest]
-            self._again.discard(oldest)
+        self._waiting[chain] = None
 
     def closed(self, chain: RequestChain[T]) -> None:
         """Begins the last pass of a chain that is about to be closed."""
-        if chain in self._again:
+        if chain in self._waiting and (chain in self._passes or len(self._passes) < _MAX_PASSES):
             self._begin(chain)
+        self._waiting.pop(chain, None)
 
     def take(self, most: int) -> list[BlockRun[T]]:
-        """Returns up to `most` runs that are to be refreshed."""
+        """Examines up to `most` runs; returns those of them that are to be refreshed."""
         taken: list[BlockRun[T]] = []
-        while self._passes and len(taken) < most:
+        while most > 0 and (self._passes or self._waiting):
+            if not self._passes:
+                self._begin(next(iter(self._waiting)))
             chain, left = next(iter(self._passes.items()))
-            runs = list(islice(left, most - len(taken)))
+            runs = list(islice(left, most))
+            most -= len(runs)
             taken += (run for run in runs if run.chain is chain)
             if not runs:
                 del self._passes[chain]
-                if chain in self._again:
-                    self._begin(chain)
         return taken
 
     def _begin(self, chain: RequestChain[T]) -> None:
-        self._again.discard(chain)
-        self._passes[chain] = iter(list(chain.runs))
+        """Begins a pass over all runs except the last block, whose last use has refreshed it."""
+        self._waiting.pop(chain, None)
+        runs = list(chain.runs)
+        if chain.last_block in chain.runs:
+            runs.remove(chain.last_block)
+        self._passes[chain] = iter(runs)
 
 
 class RankBucket(Generic[T]):
-    """Runs of one kind and one age bin, ordered by last use. All runs have the same value."""
+    """Runs of one kind and one age bin, about in the order of last use; all have one value."""
 
     __slots__ = ("bin", "kind", "rank", "runs")
 
@@ -207,6 +213,17 @@ class RankBucket(Generic[T]):
         """Yields the oldest run first, or the youngest first if the value rises with age."""
         rising = self.bin + 1 < BINS and self.kind.values[self.bin + 1] > self.kind.values[self.bin]
         return reversed(self.runs) if rising else iter(self.runs)
+
+
+def end_of_whole_run(items: Sequence[T], start: int, run: BlockRun[T] | None) -> int:
+    """Returns where `run` ends in `items` if `items` has all of it from `start` on; otherwise 0."""
+    if run is None or not run.items:
+        return 0
+    end = start + len(run.items)
+    # The last item is compared first, so that alternating runs cost one comparison each.
+    if end > len(items) or items[end - 1] is not run.items[-1] or items[start:end] != run.items:
+        return 0
+    return end
 
 
 def children_first(runs: Iterable[BlockRun[T]]) -> Iterator[BlockRun[T]]:

@@ -236,7 +236,7 @@ class LMDBTier(SecondaryTier):
         Returns the position after the last block. After an error this is the next block, as the
         transaction may be unusable.
         """
-        nbytes = 0
+        nbytes, is_read = 0, False
         try:
             with self._store.env.begin(buffers=True) as txn:
                 while at < len(names) and nbytes < READ_BYTES:
@@ -244,11 +244,12 @@ class LMDBTier(SecondaryTier):
                     outcomes[number] = read_block(self._store, txn, name, blocks[number])
                     nbytes += blocks[number].nbytes
                     at += 1
+                is_read = True
         except lmdb.Error as error:
             self._health.report("load", f"cannot load: {error}")
-            if at < len(names):
+            if not is_read:
                 outcomes[names[at][0]] = Outcome.FAILED
-            at += 1
+                at += 1
         return at
 
     def _drop(self, name: bytes) -> Outcome:

@@ -87,7 +87,7 @@ def test_bytes_beyond_the_limit_delay_the_next_stream() -> None:
     clock = Clock()
     limiter = RateLimiter("t", RateConfig(bytes=1000), clock)
     limiter.check_stream()
-    limiter.add_to_counter(30_000)
+    limiter.count_bytes(30_000)
     with pytest.raises(Refused) as refused:
         limiter.check_stream()
     assert refused.value.retry_after == pytest.approx(20.001)

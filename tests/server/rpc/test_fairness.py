@@ -17,7 +17,7 @@ CALLS = 3
 SLICED = dict.fromkeys(("lookups_of_unknown_keys", "stores_of_new_keys", "claims"), 24) | {"publications": 8}
 """Steps that an honest client makes during one of these calls, if the server runs it in slices.
 
-A call has 256 slices of 256 keys. Outside of the slices, an honest client makes up to 5 steps
+A call has 256 slices or more. Outside of the slices, an honest client makes up to 5 steps
 while the server receives the request and answers it. A step has three calls."""
 
 

@@ -86,7 +86,7 @@ async def test_a_pull_ends_with_its_lease(calls: Calls, lease: LeaseId) -> None:
     counted: list[int] = []
     calls.validator.limits = LimitConfig(max_frame_bytes=PART)
     service = transfers_of(calls)
-    limiter = SimpleNamespace(add_to_counter=counted.append)
+    limiter = SimpleNamespace(count_bytes=counted.append)
     calls.registry.stream = lambda _: contextlib.nullcontext(limiter)
     frames = service.Pull(transfer_pb2.PullRequest(lease_id=lease, items=range(4)), UNUSED)
     for number in range(2):

@@ -73,7 +73,7 @@ def result_of(rig: Rig, lookup: Steps[LookupAnswer]) -> tuple[object, ...]:
     return answer.statuses(), sources, asked.outcomes(), asked.first_miss, counts, stats.misses_by_reason
 
 
-@pytest.mark.parametrize("most", [1, 3, 7])
+@pytest.mark.parametrize("most", [1, 3 * OTHER_COST, 7 * OTHER_COST])
 @pytest.mark.parametrize("seed", range(20))
 def test_slices_answer_as_one_piece(seed: int, most: int) -> None:
     """Statuses, sources, explanation and counters are equal; also with `min_hits`."""
@@ -82,7 +82,7 @@ def test_slices_answer_as_one_piece(seed: int, most: int) -> None:
         for min_hits in (0, 2, len(names), len(names) + 1):
             whole, sliced = mixed_rig(), mixed_rig()
             results = []
-            for rig, size in ((whole, len(names)), (sliced, most)):
+            for rig, size in ((whole, len(names) * OTHER_COST), (sliced, most)):
                 lookup = begin(rig, names, size, prefix=prefix, request_id="r", min_hits=min_hits)
                 lookup.finish()
                 results.append(result_of(rig, lookup))
@@ -97,12 +97,12 @@ def test_hits_that_are_evicted_after_they_were_counted(most: int, stored: int, m
     The answer and all figures are those of a lookup in one piece after the eviction.
     """
     results = []
-    for size in (most, stored):
+    for others in (most, stored):
         rig = Rig(eviction={"cpu": "lru"})
         rig.store(keys(*range(stored)))
         rig.store(keys(*range(200, 216 - stored)))
-        lookup = begin(rig, keys(*range(stored)), size, request_id="r", min_hits=min_hits)
-        while size < min_hits > lookup.state.counted:
+        lookup = begin(rig, keys(*range(stored)), others * OTHER_COST, request_id="r", min_hits=min_hits)
+        while others < min_hits > lookup.state.counted:
             assert step(lookup)
         rig.store(keys(100, 101))
         lookup.finish()
@@ -122,7 +122,7 @@ def test_hits_without_room_are_below_the_threshold() -> None:
     rig.store_in_all_tiers(keys(*range(100, 116)))
     assert run_to_end(rig.core.lookup(rig.session, keys(*range(100, 114)), LookupSpec(lease_seconds=FAR), now=0)).lease
     for min_hits, wanted in ((2, PENDING * 2 + MISS * 2), (4, MISS * 4)):
-        lookup = begin(rig, keys(*range(4)), 4, request_id="r", min_hits=min_hits)
+        lookup = begin(rig, keys(*range(4)), 4 * OTHER_COST, request_id="r", min_hits=min_hits)
         answer = lookup.finish()
         assert answer.statuses() == wanted
         if answer.lease is not None:

@@ -528,15 +528,38 @@ def test_forecast_refreshes_long_requests_in_parts() -> None:
     forecast.finish("first")
     for start in range(0, 600, 50):
         forecast.use(items[start : start + 50], "second")
-    runs = [run_of(item) for item in items]
-    chained = runs[0].chain
+    new = [Item(("new", number)) for number in range(8)]
+    forecast.use(new, "second")
+    runs = [run_of(item) for item in (*items, *new)]
+    chained, last = runs[0].chain, runs[-1]
+    assert last.kind.factors == (("end", 0),)
     assert any(run.kind is not forecast._classify(run) for run in runs), "the turn is known at the end only"
+    kinds = {run: forecast._classify(run) for run in runs}
     forecast.finish("second")
     other = Item("other")
     for number in range(60):
         forecast.use([other], number)
-    assert all(run.kind is forecast._classify(run) for run in runs)
+    assert all(run.kind is kinds[run] for run in runs)
     assert all(run.bin == 0 and run.used_at == chained.last_use for run in runs)
+
+
+def test_forecast_counts_a_miss_once_if_a_run_is_refreshed_late() -> None:
+    """A run of a long request passes an age bin before the request's pass comes to it."""
+    forecast = Forecast[Item]()
+    items = [Item(number) for number in range(400)]
+    for item in items:
+        forecast.use([item], now=0.0)
+    for start in range(0, 400, 20):
+        forecast.use(items[start : start + 20], "long")
+    forecast.finish("long")
+    kinds = {kind for kind, _ in forecast._buckets}
+    before = sum(sum(kind.misses) for kind in kinds)
+    others = [Item(("other", number)) for number in range(2000)]
+    for number in range(0, 2000, 10):
+        forecast.use(others[number : number + 10], number)
+    kinds = {kind for kind, _ in forecast._buckets}
+    bins = sum(run_of(item).bin for item in (*items, *others))
+    assert sum(sum(kind.misses) for kind in kinds) - before == bins
 
 
 def feed(kind: Kind, rows: dict[int, tuple[int, int]]) -> None:

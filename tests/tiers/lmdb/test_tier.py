@@ -727,13 +727,13 @@ def test_errors_of_lmdb_fail_the_job(
 class _Recorded:
     """Environment whose transactions are counted, and in which reads of one key fail."""
 
-    def __init__(self, env: lmdb.Environment, bad: bytes) -> None:
-        self._env, self._bad = env, bad
+    def __init__(self, env: lmdb.Environment, bad: bytes, kind: type[_Transaction] | None = None) -> None:
+        self._env, self._bad, self.kind = env, bad, kind or _Transaction
         self.transactions = 0
 
     def begin(self, **more: Any) -> Any:
         self.transactions += 1
-        return _Transaction(self._env.begin(**more), self._bad)
+        return self.kind(self._env.begin(**more), self._bad)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._env, name)
@@ -756,6 +756,29 @@ class _Transaction:
         if self._broken:
             raise lmdb.PageNotFoundError("page")
         return self._txn.get(key, *more)
+
+
+class _BadEnd(_Transaction):
+    """A transaction whose end fails."""
+
+    def __exit__(self, *details: object) -> None:
+        super().__exit__(*details)
+        raise lmdb.Error("end")
+
+
+def test_an_error_at_the_end_of_a_read_fails_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of the transaction are read and verified by then. The next block is loaded too."""
+    tier = opened(tmp_path)
+    sizes = (64 * KIB,)
+    tier.store([full(b"%d" % number, content(number, sizes)) for number in range(40)])
+    whole, recorded = tier._store, _Recorded(tier._store.env, b"", _BadEnd)
+    fields = {name: getattr(whole, name) for name in whole.__slots__}
+    monkeypatch.setattr(tier, "_store", type(whole)(**(fields | {"env": recorded})))
+    into = [empty(b"%d" % number, sizes) for number in range(40)]
+    assert tier.load(into) == [DONE] * 40
+    assert recorded.transactions == 2
+    monkeypatch.setattr(tier, "_store", whole)
+    tier.close()
 
 
 @pytest.mark.parametrize("bad", [0, 20, 63])

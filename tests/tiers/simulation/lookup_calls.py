@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from kvtier.tiers.core.block import Block
+from kvtier.tiers.core.block_matcher import OTHER_COST
 from kvtier.tiers.core.call_specs import LookupSpec
 from kvtier.tiers.core.commands import Waiter
 from kvtier.tiers.core.leases import BlockLease
@@ -63,7 +64,7 @@ class Lookup(Call):
                 deadline=self.world.now + rng.choice(WAITS),
             ),
             now=self.world.now,
-            slice_keys=self.size,
+            slice_keys=self.size * self.actors.rng.choice((1, OTHER_COST)),
         )
         retain_until = self.actors.retain_until(self.session, self.request_id, retain_for)
         self.actors.conversation_used(self.session, self.request_id, self.keys, retain_until)
@@ -337,7 +338,7 @@ class Prefetch(Lookup):
             self.keys,
             LookupSpec(request_id=self.request_id, tiers=self.tiers, retain_for=self.actors.retain_for()),
             now=self.world.now,
-            slice_keys=self.size,
+            slice_keys=self.size * self.actors.rng.choice((1, OTHER_COST)),
         )
 
     def step(self) -> bool:
