@@ -149,8 +149,10 @@ class LookupRoom:
         largest = self._cpu_tier.memory.slot_bytes_for(max(spec.part_bytes), spec.world_size) * spec.world_size
         if left >= largest * len(match.items):
             return None
+        counted: set[Block] = set()  # a key may occur more than once
         for position, block in enumerate(match.items):
-            if block is not None and not block.leases:
+            if block is not None and not block.leases and block not in counted:
+                counted.add(block)
                 left -= block.allocated_bytes
                 if left < 0:
                     return position

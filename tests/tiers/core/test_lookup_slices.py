@@ -12,6 +12,7 @@ from kvtier.tiers.core.block_matcher import OTHER_COST
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LookupInTier
 from kvtier.tiers.core.running_lookup import LookupAnswer
+from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.secondary_tier import Outcome, TierFilter
 from kvtier.tiers.stats.request_log import LookupRecord, OutcomeRun
 from kvtier.tiers.types import MissReason
@@ -313,3 +314,12 @@ def test_a_slice_has_few_keys_that_are_not_ready() -> None:
         sizes.append(lookup.state.position - sum(sizes))
     assert sizes[0] == 10 + 3
     assert set(sizes[1:]) == {3}
+
+
+def test_a_repeated_key_needs_room_once() -> None:
+    """The leases of a tenant may pin 12 of 16 blocks. A block that occurs twice is one block."""
+    rig = Rig(settings=TierSettings(eviction={"cpu": "lru"}, leased_part=0.75))
+    rig.store(keys(*range(14)))
+    assert rig.look_up(keys(0) * 40) == HIT * 40
+    assert rig.look_up(keys(*range(11), *range(11)) * 2) == HIT * 44
+    assert rig.look_up(keys(*range(11), *range(14))) == HIT * 23 + MISS * 2, "three more blocks"
