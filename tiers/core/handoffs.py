@@ -357,12 +357,14 @@ class HandoffHandler:
         self._unpins.start()
 
     def release_blocks(self, hold: Hold, blocks: Collection[Block]) -> None:
-        """Ends the pins of those of these blocks that are ready, if the hold is open."""
+        """Ends the pins of those of these blocks that are ready, if the hold is open.
+
+        Not of those that a later slice will settle: without its pin, such a block may be evicted
+        first, and then the hold would wait for it until it ends.
+        """
         if self._table.get(hold.name) is hold:
-            items = enumerate(hold.items)
-            self._table.release_blocks(
-                hold, [item for item, block in items if block and block in blocks and block.ready]
-            )
+            given_up = {block for block in blocks if block.ready and block not in hold.awaited}
+            self._table.release_blocks(hold, [item for item, block in enumerate(hold.items) if block in given_up])
 
     def reset(self, namespace: NamespaceId, now: float) -> None:
         """Ends all holds of a namespace. Called before the CPU tier drops the blocks.

@@ -10,7 +10,7 @@ from core_rig import GRANTED, HIT, NO_ROOM, PENDING, keys
 from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.core import retiring_pins
+from kvtier.tiers.core import retiring_pins, waiters
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import ContinueWork, LeaseSettled, LoadFromTier, StoreInTier
@@ -472,6 +472,44 @@ def test_a_hold_with_a_repeated_key_ends_in_a_retiring_extent() -> None:
     core.release_hold(hold.name, 1)
     assert run_to_end(core.prepare_store(other, keys(1), spec, now=1)).statuses == GRANTED
     core.tick(2)
+
+
+def test_a_hold_keeps_a_block_until_a_slice_has_settled_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the block is evicted first, and a claim waits for it until its timeout."""
+    core = TierManager(EXTENT, EXTENT, ())
+    core.add_memory(0, EXTENT)
+    session = core.open_session(b"a", "a", 0, NamespaceSpec(NamespaceId(ALICE + bytes(16)), 1, (SMALL,)))
+    names = keys(0, 1, 2)
+    hold = run_to_end(
+        core.publish(
+            session,
+            "r",
+            names,
+            [0, 1, 2],
+            num_tokens=3,
+            direction=HandoffDirection.PREFILL_TO_DECODE,
+            duration=60,
+            now=0,
+        )
+    )
+    assert isinstance(hold, Hold)
+    monkeypatch.setattr(waiters, "SETTLE_SLICE", 1)
+    store = run_to_end(core.prepare_store(session, names, StoreSpec(lease_seconds=NO_TIME), now=0))
+    assert store.store_id is not None
+    run_to_end(core.complete_store(session, store.store_id))
+    blocks = set(filter(None, hold.items))
+    late = set(hold.awaited)
+    assert late, "the first slice has settled one block"
+    assert all(block.ready for block in late)
+    core._handoffs.release_blocks(hold, blocks)
+    assert set(filter(None, hold.items)) == late
+    core.take_commands()
+    for _ in range(10):
+        core.work()
+    assert not hold.awaited
+    assert not hold.pending
+    core._handoffs.release_blocks(hold, blocks)
+    assert not any(hold.items)
 
 
 def test_leases_in_an_extent_that_retires_anew_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
