@@ -48,7 +48,7 @@ WRITE_BYTES = 16 * _MIB
 """Largest payload of one write transaction. The limit is lower for a small file, because LMDB
 reuses freed pages only two transactions later."""
 READ_BYTES = 2 * _MIB
-"""A read transaction ends after so many bytes, because LMDB reuses no page that is freed during it.
+"""Payload after which a read transaction ends. LMDB does not reuse pages that are freed meanwhile.
 A transaction costs a microsecond, a tenth of the load of 64 KiB."""
 READER_CHECK_EVERY = 1024
 

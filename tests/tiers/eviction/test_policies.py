@@ -2,12 +2,12 @@
 
 import gc
 import random
-import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
+from harness.function_counts import functions_of
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.core.catalog import Catalog, CatalogEntry
@@ -486,22 +486,6 @@ def test_forecast_joins_the_slices_of_a_lookup() -> None:
         assert len({run_of(item) for item in items}) == 2, "all blocks, and the last block of the store"
         orders.append(names(list(forecast.victims())))
     assert orders[0] == orders[1] == orders[2]
-
-
-def functions_of(action: Callable[[], object]) -> int:
-    """Returns how many Python functions an action calls."""
-    called = 0
-
-    def count(_frame: object, event: str, _argument: object) -> None:
-        nonlocal called
-        called += event == "call"
-
-    sys.setprofile(count)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return called
 
 
 def test_the_time_of_a_use_does_not_grow_with_the_request(policy: EvictionPolicy[Item]) -> None:

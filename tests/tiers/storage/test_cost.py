@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import mmap
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
 import pytest
 from contracts.tier import DONE, KIB, MIB, SPACE
+from harness.function_counts import FunctionCounter
 
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.lmdb.tier import LMDBTier
@@ -31,38 +30,27 @@ def blocks_from(first: int, step: int) -> list[BlockBytes]:
     ]
 
 
-class _Functions:
-    """Number of Python functions that run on threads of the test, including new ones."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, _frame: FrameType, event: str, _argument: object) -> None:
-        self.count += event == "call"
-
-    def per_block(self, move: Callable[[list[BlockBytes]], list[Outcome]], blocks: list[BlockBytes]) -> float:
-        self.count = 0
-        sys.setprofile(self)
-        try:
-            outcomes = move(blocks)
-        finally:
-            sys.setprofile(None)
-        assert outcomes == [DONE] * len(blocks)
-        return self.count / len(blocks)
+def per_block(
+    functions: FunctionCounter, move: Callable[[list[BlockBytes]], list[Outcome]], blocks: list[BlockBytes]
+) -> float:
+    outcomes: list[Outcome] = []
+    count = functions.of(lambda: outcomes.extend(move(blocks)))
+    assert outcomes == [DONE] * len(blocks)
+    return count / len(blocks)
 
 
 @pytest.fixture
-def functions() -> Iterator[_Functions]:
-    counter = _Functions()
+def functions() -> Iterator[FunctionCounter]:
+    counter = FunctionCounter()
     threading.setprofile(counter)
     yield counter
     threading.setprofile(None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("make", "stores", "loads"), [(DiskTier, 14, 9), (LMDBTier, 14, 7)])
+@pytest.mark.parametrize(("make", "stores", "loads"), [(DiskTier, 11, 6), (LMDBTier, 13, 7)])
 def test_a_block_costs_few_functions(
     tmp_path: Path,
-    functions: _Functions,
+    functions: FunctionCounter,
     make: Callable[..., SecondaryTier],
     stores: int,
     loads: int,
@@ -71,19 +59,19 @@ def test_a_block_costs_few_functions(
     tier = make("tier", tmp_path, 64 * MIB, "process")
     assert list(tier.entries()) == []
     tier.store(blocks_from(0, 1))  # makes files and threads
-    stored = functions.per_block(tier.store, blocks_from(BLOCKS, 1))
-    loaded = functions.per_block(tier.load, blocks_from(0, 1))
+    stored = per_block(functions, tier.store, blocks_from(BLOCKS, 1))
+    loaded = per_block(functions, tier.load, blocks_from(0, 1))
     tier.close()
     assert stored <= stores
     assert loaded <= loads
 
 
-def test_a_scattered_block_of_the_disk_tier_costs_few_functions(tmp_path: Path, functions: _Functions) -> None:
+def test_a_scattered_block_of_the_disk_tier_costs_few_functions(tmp_path: Path, functions: FunctionCounter) -> None:
     """Each block has a system call of its own."""
     tier = DiskTier("tier", tmp_path, 64 * MIB, "process")
     assert list(tier.entries()) == []
     tier.store(blocks_from(0, 1))
     tier.store(blocks_from(BLOCKS, 1))
-    loaded = functions.per_block(tier.load, blocks_from(0, 2))
+    loaded = per_block(functions, tier.load, blocks_from(0, 2))
     tier.close()
-    assert loaded <= 14
+    assert loaded <= 10

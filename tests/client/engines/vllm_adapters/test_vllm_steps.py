@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 from connector_rig import Server
+from harness.function_counts import functions_of
 from harness.polling import wait_until
 from step_rig import BLOCK_TOKENS, PROMPT_TOKENS, StepRig
 
@@ -44,22 +43,7 @@ def make_rig(monkeypatch: pytest.MonkeyPatch, model: Path) -> Iterator[Callable[
 
 def _counted(counts: list[int]) -> Callable[[Callable[[], Any]], None]:
     """Returns a caller of functions that appends the number of Python functions they call."""
-
-    def call(act: Callable[[], Any]) -> None:
-        calls = 0
-
-        def profile(_frame: FrameType, event: str, _argument: object) -> None:
-            nonlocal calls
-            calls += event == "call"
-
-        sys.setprofile(profile)
-        try:
-            act()
-        finally:
-            sys.setprofile(None)
-        counts.append(calls)
-
-    return call
+    return lambda act: counts.append(functions_of(act))
 
 
 def test_a_step_without_a_full_block_costs_the_same_for_all_batches(make_rig: Callable[..., StepRig]) -> None:
