@@ -394,7 +394,7 @@ def _sizes_of_slice(lookup: RunningLookup) -> tuple[int, int]:
     """Returns how many keys a slice may have, and how many of them are not ready."""
     size, others = lookup.slice_keys, max(1, lookup.slice_keys // OTHER_COST)
     if lookup.waiter is not None:
-        return min(others, WAITING_SLICE), min(others, WAITING_SLICE)
-    if lookup.retain_until or lookup.conversation is not None:  # both record each key
+        size = others = min(others, WAITING_SLICE)
+    elif lookup.retain_until or lookup.conversation is not None:  # both record each key
         size = max(others, size // 4)
     return size, others

@@ -74,6 +74,7 @@ class RunningLookup:
     retain_until: float
     """End of the retention of the hits, in seconds of the core's clock; 0 for none."""
     slice_keys: int = LOOKUP_SLICE
+    """Limit of keys per slice. An eighth of them may be keys that are not ready, at least one."""
     position: int = 0
     counted: int = 0
     is_short: bool = False
