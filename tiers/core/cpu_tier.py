@@ -66,6 +66,7 @@ class CpuTier:
             evict=self.evict,
             evict_pinned=self._evict_pinned,
         )
+        queues.may_retain = lambda block: not (self.retiring and self.retiring.retires(block))
         self._queue_of: dict[tuple[NamespaceId, int], EvictionQueue[Block]] = {}
         """Cache of `queues.queue_for`, by namespace and part size."""
         self._spare = SpareRoom(self.memory, spare_part)

@@ -182,6 +182,8 @@ class EvictionQueues(Generic[L]):
         self.now = now
         self.expired = 0
         self.not_retained = 0
+        self.may_retain: Callable[[L], bool] = lambda _: True
+        """Whether the tier can keep an item that is not retained yet."""
         self._new_policy = new_policy
         self._queues: dict[tuple[TenantShare, int], EvictionQueue[L]] = {}
         self._of_class: dict[int, list[EvictionQueue[L]]] = {}
@@ -341,14 +343,17 @@ class EvictionQueues(Generic[L]):
         used[queue] = None
 
     def retain(self, items: Iterable[L], until: float) -> list[L]:
-        """Retains items at least until `until`; returns the items beyond the retention budget."""
+        """Retains items at least until `until`.
+
+        Returns the items beyond the retention budget, and those that the tier cannot keep.
+        """
         keep: list[L] = []
         rest: list[L] = []
         for item in dict.fromkeys(items):  # a repeated item is charged once
             if item.retained:
                 if self._retained.when(item) < until:
                     keep.append(item)
-            elif self._charge(item):
+            elif self.may_retain(item) and self._charge(item):
                 keep.append(item)
             else:
                 rest.append(item)

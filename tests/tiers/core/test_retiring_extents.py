@@ -14,6 +14,7 @@ from kvtier.tiers.core import retiring_pins, waiters
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import ContinueWork, LeaseSettled, LoadFromTier, StoreInTier
+from kvtier.tiers.core.conversation_actions import BlockAction
 from kvtier.tiers.core.holds import Hold
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.manager import TierManager
@@ -407,6 +408,39 @@ def test_retained_blocks_keep_an_extent_only_from_tenants_without_quotas() -> No
         server.store(server.bob, 1)
         statuses = server.store(server.bob, 1)
         assert (statuses == NO_ROOM) is not bool(quota)
+
+
+@pytest.mark.parametrize("how", ["store", "lookup", "conversation"])
+def test_a_block_in_a_retiring_extent_is_not_retained(how: str) -> None:
+    """It is being written, and leaves when its write has ended. The caller is told."""
+    server = Server()
+    pins = OpenStores(server, pinned(server.fill()))
+    pins.begin()
+    server.store(server.bob, 1)
+    [extent] = server.retiring()
+    [number] = [
+        500 + number
+        for number in pins.numbers
+        if (block := server.block(500 + number)) is not None and (block.slots[0] or 0) // EXTENT * EXTENT == extent
+    ]
+    if how == "store":
+        spec = StoreSpec(lease_seconds=NO_TIME, retain_for=NO_TIME)
+        answer = run_to_end(server.core.prepare_store(server.alice, keys(number), spec, now=server.now))
+        assert answer.not_retained == 1
+    elif how == "lookup":
+        search = LookupSpec(lease_seconds=NO_TIME, prefix=False, retain_for=NO_TIME)
+        assert run_to_end(server.core.lookup(server.alice, keys(number), search, now=server.now)).not_retained == 1
+    else:
+        targets = [(server.alice.namespace.id, keys(number))]
+        counts = run_to_end(server.core.act_on_keys(BlockAction.RETAIN, targets, NO_TIME))
+        assert (counts.changed, counts.kept) == (0, 1)
+    block = server.block(number)
+    assert block is not None
+    assert not block.retained
+    for store_id in pins.stores:
+        run_to_end(server.core.complete_store(server.alice, store_id))
+    server.wait(1)
+    assert server.block(number) is None or how == "lookup"
 
 
 def test_a_search_that_finds_no_extent_is_repeated_after_a_tick(monkeypatch: pytest.MonkeyPatch) -> None:
