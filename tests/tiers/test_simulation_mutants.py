@@ -2,9 +2,9 @@
 
 import pytest
 from harness.planting import CannotPlantError
+from simulation.core_faults import MUTANTS, Mutant
 from simulation.model import Invariant
 from simulation.mutants import hunt, mutated
-from simulation.planted import MUTANTS, Mutant
 
 QUICK = (
     "a slot is granted twice",

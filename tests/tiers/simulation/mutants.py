@@ -23,8 +23,8 @@ from typing import Any
 
 from harness.planting import CannotPlantError, with_fault
 
+from .core_faults import MUTANTS, Mutant
 from .model import Invariant
-from .planted import MUTANTS, Mutant
 
 __all__ = ["Found", "hunt", "main", "mutated"]
 
