@@ -192,7 +192,7 @@ class LookupResult:
         policy: offload policy of the request; None unless the lookup was part of `begin_request`.
         votes: votes of the tiers; empty unless the lookup was part of `begin_request`.
         not_retained: number of hits that the server does not retain for `retain_for`, because the
-            tenant has reached its limit.
+            tenant has reached its limit, or because their memory is needed for other block sizes.
         hold: for a claim, the description of the hold; None for a lookup.
         source_outcome: result of the search at `source`.
     """
@@ -246,7 +246,7 @@ class WriteBatch:
         statuses: one `StoreStatus` per key.
         wanted: positions of the keys that are GRANTED.
         not_retained: number of blocks that the server does not retain for `retain_for`, because the
-            tenant has reached its limit.
+            tenant has reached its limit, or because their memory is needed for other block sizes.
         failed: the caller adds the index i of each block `wanted[i]` that it could not write. The
             server does not store these blocks.
     """

@@ -111,7 +111,7 @@ class StoreAnswer:
         store_id: None if nothing was granted.
         statuses: a `StoreStatus` per key.
         slots: offsets of the granted slots in the region.
-        not_retained: number of blocks not retained, because the retention budget is used up.
+        not_retained: number of blocks that the CPU tier could not retain.
     """
 
     store_id: StoreId | None

@@ -127,7 +127,12 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
         _counter(
             "tier_expired", "blocks", "tier", "Blocks removed because they were not used within the tier's `ttl`."
         ),
-        _counter("tier_not_retained", "blocks", "tier", "Blocks not retained in the tier because a limit was reached."),
+        _counter(
+            "tier_not_retained",
+            "blocks",
+            "tier",
+            "Blocks not retained in the tier: a limit was reached, or their extent retires.",
+        ),
         _histogram(
             "tier_job_duration_seconds",
             "seconds",

@@ -57,7 +57,8 @@ class ActionCounts:
         changed: blocks that the action has changed in any tier.
         shared: blocks left alone, because another conversation uses them.
         kept: blocks left alone for another reason: they are pinned or in use, they are in only one
-            tier (demote), or the retention budget is used up (retain).
+            tier (demote), or the CPU tier cannot retain it (retain): its budget is used up, or
+            the extent of the block retires.
         missing: blocks that no tier has.
     """
 

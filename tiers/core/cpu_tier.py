@@ -130,7 +130,7 @@ class CpuTier:
         return self.queues.use(blocks, request, retain_until)
 
     def retain(self, blocks: Sequence[Block], until: float) -> list[Block]:
-        """Retains blocks without a use; returns the blocks beyond the retention budget."""
+        """Retains blocks without a use; returns those that are not retained (`EvictionQueues`)."""
         for block in blocks:
             block.retain_until = max(block.retain_until, until)
         return self.queues.retain(blocks, until)

@@ -33,7 +33,7 @@ class LookupAnswer:
         keys: number of looked-up keys.
         lease: the lease on the hits; None if there are no hits.
         retries: positions of keys with an outstanding query to a shared tier (B3.15).
-        not_retained: number of hits that are not retained, because the retention budget is used up.
+        not_retained: number of hits that the CPU tier could not retain.
     """
 
     keys: int

@@ -234,8 +234,8 @@ class EvictionQueues(Generic[L]):
     def use(self, items: Sequence[L], request: Hashable, retain_until: float = 0.0) -> int:
         """Records a use of distinct items, in chain order (first block of the prompt first).
 
-        If `retain_until` is in the future, retains the items, and returns how many of them exceeded
-        the retention budget and so were not retained. Otherwise returns 0.
+        If `retain_until` is in the future, retains the items, and returns how many of them were not
+        retained, for the reasons of `retain`. Otherwise returns 0.
         """
         if self.ttl is not None:
             self._unused.put(items, self.now + self.ttl)

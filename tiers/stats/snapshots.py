@@ -39,7 +39,7 @@ class TierStats:
     expired: int = 0
     """Blocks that were dropped after `ttl` without use."""
     not_retained: int = 0
-    """Blocks that were not retained because the retention budget was used up."""
+    """Blocks that were not retained: beyond the retention budget, or in a retiring extent."""
     shares: tuple[ShareStats, ...] = ()
     """Use per tenant with a quota or limit; the default share is the first."""
     declined: int = 0

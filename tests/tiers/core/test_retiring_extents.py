@@ -440,7 +440,7 @@ def test_a_block_in_a_retiring_extent_is_not_retained(how: str) -> None:
     for store_id in pins.stores:
         run_to_end(server.core.complete_store(server.alice, store_id))
     server.wait(1)
-    assert server.block(number) is None or how == "lookup"
+    assert server.block(number) is None
 
 
 def test_a_search_that_finds_no_extent_is_repeated_after_a_tick(monkeypatch: pytest.MonkeyPatch) -> None:
