@@ -161,8 +161,8 @@ class SharedTierQueries:
         while outstanding and now < deadline:
             # Asks again if the answer has expired.
             now = yield from self._drop_answered(session, outstanding, tiers, slice_keys, now, prefix=prefix)
+            self._residency.send_queries()
             if outstanding:
-                self._residency.send_queries()
                 now = yield Change(deadline)
 
     def _ask(
@@ -206,6 +206,7 @@ class SharedTierQueries:
                 outstanding.clear()
                 break
             if not number % slice_keys:
+                self._residency.send_queries()
                 now = yield None
         return now
 
@@ -218,8 +219,10 @@ class SharedTierQueries:
         return self._residency.peek(namespace, key, self._residency.excluded(tiers))
 
     def lacking(self, session: EngineSession, keys: Sequence[bytes], tiers: TierFilter) -> list[bytes]:
-        """Returns the keys that no tier has, as far as the tiers have answered."""
-        return [key for key in keys if self.presence(session, key, tiers) is not Presence.HELD]
+        """Returns the keys that no tier has, as far as the tiers have answered. Asks the others."""
+        lacking = [key for key in keys if self.presence(session, key, tiers) is not Presence.HELD]
+        self._residency.send_queries()
+        return lacking
 
     def locate(self, tier: int, session: EngineSession, keys: Iterable[bytes], now: float) -> None:
         """Records blocks that an `on_demand` tier can load.

@@ -161,6 +161,36 @@ def test_a_tick_between_two_answers_delays_nothing() -> None:
     assert statuses(rig, keys(0)) == PENDING
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_query_that_ends_asks_again_what_it_does_not_wait_for(count: int) -> None:
+    """The first tier is asked again after a tick, although the second one has the blocks."""
+    rig = Rig(Shared("first", 1 << 20), Shared("second", 1 << 20))
+    query = Steps(
+        rig.core.query_shared_tiers(rig.session, keys(*range(count)), prefix=True, deadline=60, now=0, slice_keys=1)
+    )
+    asked: list[LookupInTier] = []
+    while len(asked) < 2 * count:
+        assert query.step()
+        asked += questions(rig)
+    for question in asked:
+        rig.core.lookup_finished(question.job_id, [question.tier == 2] * len(question.keys))
+    rig.core.tick(1)
+    rig.core.take_commands()
+    again: list[LookupInTier] = []
+    more = True
+    while more:
+        more = query.step()
+        again += questions(rig)
+        assert not any(secondary.presence_cache.take_queries() for secondary in rig.core._tier_jobs.secondaries)
+    assert [(question.tier, len(question.keys)) for question in again] == [(1, 1)] * count
+
+
+def test_a_search_for_missing_blocks_sends_its_queries() -> None:
+    rig = Rig(Shared("far", 1 << 20))
+    assert rig.core.lacking(rig.session, keys(0), TierFilter()) == keys(0)
+    assert [question.keys for question in questions(rig)] == [[(rig.session.namespace.id, keys(0)[0])]]
+
+
 def test_a_late_answer_is_not_waited_for() -> None:
     """A tier that does not answer delays the hits of later tiers by at most two ticks."""
     rig = Rig(Shared("near", 1 << 20), Shared("far", 1 << 20))
