@@ -244,7 +244,7 @@ class PeerSources:
         for part in slices_of(keys, _SLICE):
             if len(part) < len(keys):
                 await self._scheduler.turn(session)
-            lacking += self._core.lacking(session, part, tiers)
+            lacking += self._lacking(session, part, tiers)
             if len(lacking) >= _MAX_BLOCKS:
                 break
         if not lacking:
@@ -268,7 +268,7 @@ class PeerSources:
         if lease is None:
             return Located(_ABSENT)
         # Searches at the same time may have located the same blocks, or others.
-        lacking = self._core.lacking(session, list(lease.items), tiers)
+        lacking = self._lacking(session, list(lease.items), tiers)
         found = self._affordable(session, lacking)
         if not found:
             lease.link.release(lease)
@@ -278,6 +278,11 @@ class PeerSources:
         self._tier.locate(lease, session.namespace.id, lambda key: _bytes_of(session, key), self._breakers[place])
         self._core.locate(self._number, session, found, self._runtime.now())
         return Located(_FOUND, found)
+
+    def _lacking(self, session: EngineSession, keys: Sequence[bytes], tiers: TierFilter) -> list[bytes]:
+        lacking = self._core.lacking(session, keys, tiers)
+        self._runtime.run_commands()  # queries to shared tiers
+        return lacking
 
     def _affordable(self, session: EngineSession, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Returns the first keys whose blocks may be in flight, besides those that are already."""

@@ -21,7 +21,8 @@ from harness.polling import wait_until
 from harness.ports import ReservedPort
 from harness.server_process import MIB, ServerProcess, bulk_pid
 from harness.service_calls import PART as CALLS_PART
-from harness.service_calls import Calls, serving, until
+from harness.service_calls import Calls, no_sources, serving, until
+from harness.shared_tier import SharedDirectory
 
 from kvtier.client import Client, SourceOutcome, TierFilter
 from kvtier.protos.credentials import Credentials
@@ -594,3 +595,12 @@ def _searches_of(calls: Calls, tier: PeerTier, directory: PeerDirectory) -> sour
         scheduler=calls.long_calls.scheduler,
         description_of=lambda _: common_pb2.Namespace(world_size=1),
     )
+
+
+async def test_a_search_queries_shared_tiers_meanwhile(tmp_path: Path) -> None:
+    """The tiers of this server answer during the search, and not only after it."""
+    async with serving(SharedDirectory("far", tmp_path, 1 << 20, durability="process")) as calls:
+        searching = no_sources(calls.runtime, calls.long_calls)
+        assert searching._lacking(calls.session, KEYS, EVERYWHERE) == KEYS
+        assert calls.runtime.core.take_commands() == []
+        await until(lambda: not calls.runtime.core._tier_jobs.residency._queries)
