@@ -9,6 +9,7 @@ wait forever until another class has an empty extent (docs/decisions/0007-disk-t
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from .format import PageRun
@@ -26,7 +27,9 @@ class FreePages:
         """Length of each run by its first page."""
         self._ends: dict[int, int] = {}
         """First page of each run, by the page after its last page."""
-        self._by_length: dict[int, dict[int, None]] = {}
+        self._by_length: dict[int, OrderedDict[int, None]] = {}
+        """First pages of the runs of a length. A plain dict would find the first one behind the
+        places of all removed ones."""
         self._lengths: list[int] = []
 
     def take(self, pages: int) -> PageRun | None:
@@ -76,7 +79,7 @@ class FreePages:
         self._starts[start] = pages
         self._ends[start + pages] = start
         if pages not in self._by_length:
-            self._by_length[pages] = {}
+            self._by_length[pages] = OrderedDict()
             insort(self._lengths, pages)
         self._by_length[pages][start] = None
 

@@ -121,12 +121,8 @@ class Forecast(Generic[T]):
             return
         item.policy_node = None
         self._count -= 1
-        index = len(run.items) - 1
-        if run.items[index] is item:
-            run.items.pop()
-        else:
-            index = run.items.index(item)
-            del run.items[index]
+        index = run.index(item)
+        run.remove_slice(index, index + 1)
         position = run.start + index
         if position % _GHOST_EVERY == 0 or position >= run.chain.length - 2 or not run.items:
             self._ghosts[item.name] = run
@@ -207,11 +203,8 @@ class Forecast(Generic[T]):
             resident = items
             if run.items[: len(items)] != items:
                 resident = [item for item in items if item.policy_node is run]
-            if run.items[: len(resident)] == resident:
-                del run.items[: len(resident)]
-            else:
-                taken = set(resident)
-                run.items = [item for item in run.items if item not in taken]
+            if resident:
+                run.remove_all(resident)
             run.start += len(resident)
             self._put_in_bucket(run)
         self._forget_run(run)
@@ -238,12 +231,12 @@ class Forecast(Generic[T]):
             chain.touched[last] = None
             return
         chain.touched[run] = None
-        run.items += last.items
-        run.at_risk += last.at_risk
+        run.extend(last.items)
+        run.at_risk += last.at_risk - len(last.items)
         self._assign(last.items, run)
         last.replace_by(run)
         chain.tail = run
-        last.items = []
+        last.clear()
         self._leave_bucket(last)
         self._forget_run(last)
 
@@ -273,11 +266,10 @@ class Forecast(Generic[T]):
     def _extend_tail(self, tail: BlockRun[T], old: BlockRun[T], piece: list[T]) -> None:
         """Adds the next blocks of a run to the tail of a chain, which has those before them."""
         if old.items == piece:
-            old.items, old.at_risk = [], 0
+            old.clear()
             self._leave_bucket(old)
             self._forget_run(old)
-        tail.items += piece
-        tail.at_risk += len(piece)
+        tail.extend(piece)
         self._assign(piece, tail)
         if not old.items:
             old.replace_by(tail)
@@ -288,8 +280,7 @@ class Forecast(Generic[T]):
         if piece:
             run = chain.new_run
             if run and run.chain is chain and run.items and run.start + len(run.items) == position:
-                run.items += piece
-                run.at_risk += len(piece)
+                run.extend(piece)
                 self._assign(piece, run)
                 chain.touched[run] = None
             else:

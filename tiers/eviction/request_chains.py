@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Generic
 
 from .policy import T
@@ -99,6 +100,7 @@ class BlockRun(Generic[T]):
         "kind",
         "parent",
         "pause",
+        "places",
         "schedule",
         "start",
         "used_at",
@@ -108,6 +110,8 @@ class BlockRun(Generic[T]):
         self.chain = chain
         self.items = items
         """The resident blocks, head first."""
+        self.places: dict[T, int] | None = None
+        """Ascending number of each item, since the first search for an item that is not the tail."""
         self.start = start
         """Position of the first item in the chain."""
         self.pause = pause
@@ -129,6 +133,43 @@ class BlockRun(Generic[T]):
         self.parent: BlockRun[T] | None = None
         """The run before this one in the prompt; None if it has no items or is unknown."""
         self.children: dict[BlockRun[T], None] = {}
+
+    def extend(self, items: Sequence[T]) -> None:
+        if self.places is not None:
+            first = self.places[self.items[-1]] + 1 if self.items else 0
+            self.places.update(zip(items, count(first), strict=False))
+        self.items += items
+        self.at_risk += len(items)
+
+    def clear(self) -> None:
+        self.items, self.places, self.at_risk = [], None, 0
+
+    def index(self, item: T) -> int:
+        """Returns the index of an item of the run.
+
+        A search in the list would compare all items of a prompt, once for each one that leaves it.
+        """
+        if self.items[-1] is item:
+            return len(self.items) - 1
+        if self.places is None:
+            self.places = dict(zip(self.items, count(), strict=False))
+        return bisect_left(self.items, self.places[item], key=self.places.__getitem__)
+
+    def remove_slice(self, start: int, end: int) -> None:
+        if self.places is not None:
+            for item in self.items[start:end]:
+                del self.places[item]
+        del self.items[start:end]
+
+    def remove_all(self, items: list[T]) -> None:
+        """Removes items of the run, in the order of the run if they are consecutive."""
+        start = 0 if self.items[0] is items[0] else self.index(items[0])
+        if self.items[start : start + len(items)] == items:
+            self.remove_slice(start, start + len(items))
+            return
+        taken = set(items)
+        self.items = [item for item in self.items if item not in taken]
+        self.places = None
 
     def follow(self, parent: BlockRun[T] | None) -> None:
         """Sets the parent."""

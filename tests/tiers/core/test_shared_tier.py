@@ -446,6 +446,45 @@ def test_lookups_of_a_tenant_drop_no_answers_for_others(monkeypatch: pytest.Monk
     assert [name in cache for name in [(alice, keys(0)[0]), (bob, keys(10)[0])]] == [False, True]
 
 
+def test_no_lookup_uses_the_old_answers_that_a_tick_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tick drops few old answers, of each tenant in turn. Later ticks drop the others."""
+    monkeypatch.setattr(presence_cache, "DROPPED_PER_TICK", 4)
+    cache = presence_cache.PresenceCache()
+    alice, bob = NamespaceId(b"a" * 32), NamespaceId(b"b" * 32)
+    names = [(tenant, key) for tenant in (alice, bob) for key in keys(*range(10))]
+    cache.record_answers(names, [True] * len(names), now=0.0)
+    cache.tick(9.0)
+    assert all(name in cache and cache.get(name) for name in names)
+    cache.tick(10.0)
+    assert not any(name in cache or cache.get(name) for name in names)
+    assert cache.take_queries() == names
+    left = []
+    for second in range(11, 20):
+        left.append([len(own) for own in cache._present._of_tenant.values()])
+        cache.tick(float(second))
+    assert left == [[10, 6], [6, 6], [6, 2], [2, 2], [], [], [], [], []]
+    cache.set(names[0], there=False, now=20.0)
+    for second in range(20, 29):
+        cache.tick(float(second))
+        cache.get(names[0])
+        assert not cache.must_wait(names[0]), "the tier lacked the block a short time ago"
+
+
+def test_slices_of_other_work_are_no_ticks_of_the_answers() -> None:
+    """A negative answer is used until the next tick, also while the core resets a namespace."""
+    rig = Rig(Shared("far", 1 << 20))
+    rig.core.tick(1)
+    statuses(rig, keys(0))
+    [question] = questions(rig)
+    rig.core.lookup_finished(question.job_id, [False])
+    for _ in range(20):
+        rig.core.work()
+    assert statuses(rig, keys(0)) == MISS
+    assert questions(rig) == []
+    rig.core.tick(2)
+    assert statuses(rig, keys(0)) == RETRY
+
+
 def test_a_stored_block_is_known_to_be_there() -> None:
     """The tier is not asked for a block that it has stored a moment ago."""
     rig = Rig(Shared("far", 1 << 20))

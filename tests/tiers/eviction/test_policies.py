@@ -469,6 +469,48 @@ def test_forecast_is_fast_for_alternating_runs(step: int) -> None:
     assert len(list(forecast.victims())) == len(forecast) == 2000
 
 
+class Compared(Item):
+    """An item that counts its comparisons with others."""
+
+    compared = 0
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        Compared.compared += 1
+        return self is other
+
+
+@pytest.mark.parametrize("step", [1, -1, 2, -7])
+@pytest.mark.parametrize("is_used", [False, True], ids=["removed", "used by another request"])
+def test_forecast_finds_blocks_inside_a_long_prompt(*, is_used: bool, step: int) -> None:
+    """Each block that leaves a run of 4,096 blocks is found without a comparison with the others."""
+    forecast = Forecast[Item]()
+    items: list[Item] = [Compared(number) for number in range(4096)]
+    forecast.use(items[:4000], "store")
+    forecast.use(items[4000:], "store")
+    forecast.finish("store")
+    leaving = items[1000:3000][::step]
+    parts = [leaving[start : start + 100] for start in range(0, len(leaving), 100)]
+    Compared.compared = 0
+    for number, part in enumerate(parts):
+        if is_used:
+            forecast.use(part, f"lookup {number // 4}")
+        else:
+            for item in part:
+                forecast.remove(item)
+    assert Compared.compared < 20 * len(leaving), "a search from the beginning would need a million"
+    left = set(items) if is_used else set(items) - set(leaving)
+    assert set(forecast.victims()) == left
+    assert len(list(forecast.victims())) == len(forecast) == len(left)
+    stored = [item for item in reversed(list(forecast.victims())) if item not in set(leaving)]
+    assert names(stored) == sorted(names(stored), key=int), "the others keep their order"
+    for item in items:
+        forecast.remove(item)
+    assert not len(forecast)
+
+
 def test_forecast_joins_the_slices_of_a_lookup() -> None:
     """A lookup in slices leaves the same runs and the same order of victims as one in one piece."""
     orders = []
