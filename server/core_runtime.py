@@ -429,8 +429,12 @@ class TierRuntime:
             remedy = "raise the memory limit, or lower region_size; docs/troubleshooting.md#kvtier-region-not-backed"
             self.downgrades.report("region", self._backing_error, remedy, is_logged=False)
             return False
-        self._call_loop(self.core.add_memory, offset, nbytes)
+        self._call_loop(self._add_memory, offset, nbytes)
         return True
+
+    def _add_memory(self, offset: int, nbytes: int) -> None:
+        self.core.add_memory(offset, nbytes)
+        self.run_commands()
 
 
 def _block_bytes(memory: memoryview, block: Block) -> BlockBytes:
@@ -440,9 +444,6 @@ def _block_bytes(memory: memoryview, block: Block) -> BlockBytes:
 
 
 def random_ids() -> Iterator[int]:
-    """Yields random ids of 63 bits, not 0.
-
-    Consecutive ids would show a client how many ids the others get.
-    """
+    """Yields random ids of 63 bits, not 0. Consecutive ids would show how many ids others get."""
     while True:
         yield from filter(None, (number >> 1 for number in _IDS.unpack(os.urandom(_IDS.size))))

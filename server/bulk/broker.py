@@ -297,6 +297,7 @@ class BulkBroker:
         if lease.expires_at <= self._runtime.now():
             raise LeaseNotFound(f"lease {lease.id} has expired")
         self._core.release(session, lease.id)
+        self._runtime.run_commands()
         return True
 
     def _refuse(self, stream: _Stream, reason: str, text: str) -> None:

@@ -151,7 +151,6 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.ReleaseLeaseResponse:
         session = self._sessions.get(request.session, is_release=True)
         await self._long_calls.release(session, request.lease_ids)
-        self._runtime.run_commands()
         return cache_pb2.ReleaseLeaseResponse()
 
     async def Touch(
@@ -370,9 +369,14 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             return None
         except BaseException:  # also a cancellation: the client never gets the lease's id
             self._core.take_back_hits(lease, MissReason.PENDING)
-            with contextlib.suppress(CoreError):
-                self._core.release(session, lease.id)
+            self._release(session, lease)
             raise
+
+    def _release(self, session: EngineSession, lease: BlockLease) -> None:
+        """Releases a lease whose id the client never gets, unless it has ended."""
+        with contextlib.suppress(CoreError):
+            self._core.release(session, lease.id)
+            self._runtime.run_commands()
 
     async def _wait_ready(self, session: EngineSession, lease: BlockLease, seconds: float) -> BlockLease | None:
         """Waits until no block is pending. Returns None if the lease ended or has no block left."""
@@ -380,8 +384,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             await self._runtime.wait_for(lease.id, seconds)
             await self._long_calls.scheduler.turn(session)  # thousands can wait for one block
         except asyncio.CancelledError:  # the client never gets the lease's id to release it
-            with contextlib.suppress(CoreError):
-                self._core.release(session, lease.id)
+            self._release(session, lease)
             raise
         except Refused:  # the session has ended
             self._core.take_back_hits(lease, MissReason.PENDING)
@@ -393,7 +396,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             return None
         if any(block is not None for block in lease.items):
             return lease
-        self._core.release(session, lease.id)
+        self._release(session, lease)
         return None
 
 

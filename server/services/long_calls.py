@@ -205,16 +205,18 @@ class LongCalls:
     async def release(self, session: EngineSession, lease_ids: Iterable[int]) -> None:
         """Releases leases; ignores unknown ones. Raises NotOwner."""
         cost = 0
-        for lease_id in map(LeaseId, dict.fromkeys(lease_ids)):
-            if cost > _UNPIN_SLICE:
-                await self._scheduler.turn(session)
-                cost = 0
-            cost += _LEASE_COST
-            try:
-                cost += len(self._core.lease(session, lease_id).items)
-                self._core.release(session, lease_id)
-            except LeaseNotFound:
-                continue
+        try:
+            for lease_id in map(LeaseId, dict.fromkeys(lease_ids)):
+                if cost > _UNPIN_SLICE:
+                    self._runtime.run_commands()
+                    await self._scheduler.turn(session)
+                    cost = 0
+                cost += _LEASE_COST
+                with contextlib.suppress(LeaseNotFound):
+                    cost += len(self._core.lease(session, lease_id).items)
+                    self._core.release(session, lease_id)
+        finally:
+            self._runtime.run_commands()
 
     async def renew(self, session: EngineSession, lease_ids: Iterable[int], expires_at: float) -> list[int]:
         """Extends leases; returns those that have ended. Raises NotOwner."""

@@ -372,6 +372,7 @@ class ConversationTasks:
         if block is not None:
             block.retain_until = until
             self._cpu_tier.queues.shorten([block], until)
+            self._cpu_tier.made_room()
         for secondary in self._tier_jobs.secondaries:
             entry = secondary.catalog.get(namespace, key)
             if entry is not None:

@@ -63,7 +63,7 @@ class CpuTier:
             self.memory,
             self._reclaimer,
             owner_of=self._owners.get,
-            evict=self.evict,
+            evict=self._evict,
             evict_pinned=self._evict_pinned,
         )
         queues.may_retain = lambda block: not (self.retiring and self.retiring.retires(block))
@@ -143,11 +143,15 @@ class CpuTier:
         block = self._index.get(namespace, key)
         return block.last_use / _TICKS_PER_SECOND if block is not None and block.ready else None
 
+    def made_room(self) -> None:
+        """Called when memory was added, or when retained blocks can be evicted or were dropped."""
+        self.has_more_room = True
+        self._unevictable.clear()
+
     def tick(self, now: float) -> bool:
         """Advances the time, drops some expired blocks; returns whether expired blocks are left."""
         self._clock = max(self._clock, int(now * _TICKS_PER_SECOND))
-        self.has_more_room = True  # for example, the retention of blocks has ended
-        self._unevictable.clear()
+        self.made_room()  # for example, the retention of blocks has ended
         self._index.forget_empty()
         self._spare.forget_classes(self.queues.of_class)
         gone = []
@@ -264,6 +268,7 @@ class CpuTier:
                 self._history.record_all(block.namespace, (block.key,), MissReason.RESET)
             self.queues.remove(block)
         self.drop([block for block in taken if not block.pins])
+        self.made_room()
         return self._index.resetting
 
     def pending_reset_blocks(self, namespace: NamespaceId) -> int:
@@ -338,7 +343,11 @@ class CpuTier:
         return block.queue.size_class * sum(slot is not None for slot in block.slots)
 
     def evict(self, blocks: Sequence[Block]) -> None:
-        """Drops blocks to make room or for an operator, and counts them as evictions."""
+        """Drops blocks for an operator, also retained ones, and counts them as evictions."""
+        self.made_room()
+        self._evict(blocks)
+
+    def _evict(self, blocks: Sequence[Block]) -> None:
         self.drop(blocks)
         self.evictions += len(blocks)
 
@@ -418,7 +427,7 @@ class CpuTier:
             return count
         if share not in self._unevictable:
             victims = self._reclaimer.own_victims(share, slot_bytes, over)
-            self.evict(victims)
+            self._evict(victims)
             if share.over_limit(slot_bytes * count):
                 self._unevictable.add(share)
         return min(count, max(0, share.limit - share.used) // slot_bytes)
@@ -429,5 +438,5 @@ class CpuTier:
         if not victims and self.queues.end_retention():
             self._unevictable.clear()
             victims = self._reclaimer.victims(share, slot_bytes, count)
-        self.evict(victims)
+        self._evict(victims)
         return bool(victims)

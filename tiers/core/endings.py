@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..types import EngineSession, StoreId, tenant_of
-from .commands import Command, LeaseSettled
 from .in_flight_stores import Store
 from .leases import BlockLease
 from .lookups import LookupHandler
@@ -40,7 +39,6 @@ class Endings:
         lookups: LookupHandler,
         stores: StoreHandler,
         requests: RequestTable,
-        commands: list[Command],
         perform: Callable[[Operation[None], bytes], None],
     ) -> None:
         """`sessions`: the open ones. `perform`: see `IncrementalWork.perform`."""
@@ -48,7 +46,6 @@ class Endings:
         self._lookups = lookups
         self._stores = stores
         self._requests = requests
-        self._commands = commands
         self._perform = perform
         self.sessions: dict[bytes, EngineSession] = {}
         """Ended sessions with leases or stores that have not ended. Their `writers` are the
@@ -120,17 +117,15 @@ class Endings:
                 cost = 0.0
 
     def _expire(self, leases: Sequence[BlockLease], stores: Sequence[Store]) -> Operation[None]:
-        yield from self._end_leases(leases, settled=True)
+        yield from self._end_leases(leases)
         yield from self._end_stores(stores)
 
-    def _end_leases(self, leases: Sequence[BlockLease], *, settled: bool = False) -> Operation[None]:
-        """Ends closed leases, unless another operation has ended them. `settled`: tells waiters."""
+    def _end_leases(self, leases: Sequence[BlockLease]) -> Operation[None]:
+        """Ends closed leases, unless another operation has ended them."""
         for number, part in enumerate(_slices(leases)):
             if number:
                 yield None
             self._lookups.end([lease for lease in part if self._lookups.leases.is_closed(lease)])
-            if settled:
-                self._commands += (LeaseSettled(lease.id) for lease in part)
 
     def _end_stores(self, stores: Sequence[Store]) -> Operation[None]:
         most = max(1, SLICE // _STORE_COST)

@@ -184,7 +184,6 @@ class CoreParts:
             lookups=self._lookups,
             stores=self._stores,
             requests=self._requests,
-            commands=self._commands,
             perform=self._sliced_work.perform,
         )
         self._retiring_pins = RetiringPins(

@@ -233,6 +233,8 @@ class HandoffHandler:
         self._table.add(hold)
         self._ended.pop(tenant_of(name[0]), name)
         self._stats[direction].published += 1
+        if publication.slice_keys < count:
+            self._commands.append(HoldChanged(name))  # a claim may need the first blocks only
         return True
 
     def _prepare_slice(self, publication: SlicedPublication, hold: Hold) -> bool:
@@ -247,6 +249,8 @@ class HandoffHandler:
             self._cpu_tier.use(list(dict.fromkeys(blocks)), publication)
             publication.prepared, hold.unprepared = end, len(hold.items) - end
             if hold.unprepared:
+                if hold.take_notice():
+                    self._commands.append(HoldChanged(hold.name))
                 return True
             hold.record.pending = hold.pending
             self._commands.append(HoldChanged(hold.name))

@@ -15,7 +15,7 @@ from ..types import EngineSession, MissReason, Owner
 from .block import Block
 from .block_matcher import OTHER_COST, BlockMatcher, LookupMatch
 from .call_specs import LookupSpec
-from .commands import Command, EndReaders
+from .commands import Command, EndReaders, LeaseSettled
 from .conversations import Conversation, ConversationTable
 from .cpu_tier import CpuTier
 from .leases import BlockLease, LeaseTable
@@ -266,10 +266,15 @@ class LookupHandler:
             self.leases.close(lease)
 
     def end(self, leases: Iterable[BlockLease]) -> None:
-        """Ends leases, and removes their pins in slices. Pending blocks count as hits."""
+        """Ends leases, and removes their pins in slices. Pending blocks count as hits.
+
+        Calls that wait for these blocks are told.
+        """
         for lease in leases:
-            if lease.counted and lease.awaited:
-                self._count_pending(lease)
+            if lease.awaited:
+                if lease.counted:
+                    self._count_pending(lease)
+                self._commands.append(LeaseSettled(lease.id))
             self.leases.end(lease)
             if lease.readers:
                 self._commands.append(EndReaders(lease.id))

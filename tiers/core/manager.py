@@ -45,6 +45,7 @@ class TierManager(CoreParts):
 
     def add_memory(self, offset: int, nbytes: int) -> None:
         self._cpu_tier.memory.add_memory(offset, nbytes)
+        self._cpu_tier.made_room()
 
     def open_session(
         self, session_id: bytes, engine_id: str, rank: int | None, namespace: NamespaceSpec, *, tenant: str = ""

@@ -71,9 +71,9 @@ def test_each_call_is_in_one_of_the_lists() -> None:
     assert methods == {*RELEASES, *OTHERS}
 
 
-async def wait_for_block(calls: Calls) -> asyncio.Future[cache_pb2.LookupResponse]:
+async def wait_for_block(calls: Calls, **fields: Any) -> asyncio.Future[cache_pb2.LookupResponse]:
     """Begins a lookup that waits for a block which is being stored."""
-    request = cache_pb2.LookupRequest(keys=pack_keys(KEYS[:1]), wait=duration(600))
+    request = cache_pb2.LookupRequest(keys=pack_keys(KEYS[:1]), wait=duration(600), **fields)
     answer = asyncio.ensure_future(calls.service.Lookup(request, None))
     await async_wait_until(lambda: bool(calls.runtime._waiting))
     return answer
@@ -87,6 +87,25 @@ async def test_a_lookup_that_waited_in_vain_leaves_no_lease() -> None:
         await calls.complete(store, [0])
         assert not (await answer).lease_id
         assert not calls.runtime.core.leases()
+
+
+@pytest.mark.parametrize("how", ["FinishRequest", "ReleaseLease", "WithdrawGrants"])
+async def test_a_lookup_whose_lease_ends_waits_no_longer(how: str) -> None:
+    """It answers that no block is a hit, and does not sleep for the 30 seconds that a call may wait."""
+    async with serving() as calls:
+        calls.store(KEYS[:1])
+        answer = await wait_for_block(calls, request_id="r", grant_id=7)
+        [lease] = calls.runtime.core.leases()
+        request: Any = {
+            "FinishRequest": cache_pb2.FinishRequestRequest(request_id="r"),
+            "ReleaseLease": cache_pb2.ReleaseLeaseRequest(lease_ids=[lease.id]),
+            "WithdrawGrants": cache_pb2.WithdrawGrantsRequest(grant_ids=[7]),
+        }[how]
+        await getattr(calls.service, how)(request, None)
+        found = await asyncio.wait_for(answer, 20)
+        assert (found.lease_id, found.prefix_hits) == (0, 0)
+        stats = calls.runtime.core.stats()
+        assert (sum(tier.hits for tier in stats.tiers), stats.lookup_misses) == (0, 1)
 
 
 async def test_a_lookup_whose_session_ends_counts_no_hit() -> None:

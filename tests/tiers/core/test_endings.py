@@ -5,12 +5,13 @@ from itertools import pairwise
 
 import pytest
 from core_rig import Rig, keys
-from harness.operations import run_to_end
+from harness.operations import Steps, run_to_end
 from simulation import ModelTier
 
 from kvtier.tiers.core import endings
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
+from kvtier.tiers.core.commands import LeaseSettled
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.errors import LeaseNotFound, StoreNotFound
 from kvtier.tiers.secondary_tier import RequestInfo
@@ -51,6 +52,43 @@ def end_leases(rig: Rig, end: str) -> None:
         rig.core.tick(60)
     else:
         rig.core.finish_request(rig.session, "")
+
+
+@pytest.mark.parametrize("end", ["session", "expiry", "request", "release"])
+def test_a_call_that_waits_for_a_lease_learns_of_its_end(end: str) -> None:
+    """Otherwise a Lookup with `wait` would sleep until its deadline."""
+    rig = Rig()
+    rig.store(keys(0))
+    prepare(rig, 1)
+    ready = lease(rig)
+    spec = LookupSpec(lease_seconds=60)
+    pending = [run_to_end(rig.core.lookup(rig.session, keys(0, 1), spec, now=0)).lease for _ in range(9)]
+    rig.core.take_commands()
+    if end == "release":
+        for each in [ready, *pending]:
+            assert each is not None
+            rig.core.release(rig.session, each.id)
+    else:
+        end_leases(rig, end)
+    commands = rig.core.take_commands()
+    while rig.core.has_work():
+        rig.core.work()
+        commands += rig.core.take_commands()
+    told = [command for command in commands if isinstance(command, LeaseSettled)]
+    assert told == [LeaseSettled(each.id) for each in pending if each is not None]
+
+
+def test_the_end_of_a_lookup_in_the_middle_tells_of_its_lease() -> None:
+    """A client has withdrawn it, for example."""
+    rig = Rig()
+    prepare(rig, 0)
+    lookup = Steps(rig.core.lookup(rig.session, keys(0, 1, 2), LookupSpec(lease_seconds=60), now=0, slice_keys=1))
+    assert lookup.step()
+    assert lookup.step()
+    [started] = rig.core.leases()
+    rig.core.take_commands()
+    lookup.operation.close()
+    assert LeaseSettled(started.id) in rig.core.take_commands()
 
 
 class CountedItems(list[Block | None]):

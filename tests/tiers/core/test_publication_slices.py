@@ -55,8 +55,10 @@ def test_slices_publish_the_same_hold() -> None:
     whole, sliced = new_rig(), new_rig()
     expected = whole.publish(NAMES)
     publication = begin(sliced)
-    assert step(publication, 7)
-    assert HoldChanged(sliced.name()) not in sliced.core.take_commands(), "claims still wait"
+    assert step(publication, 4)
+    assert HoldChanged(sliced.name()) in sliced.core.take_commands(), "claims learn of the open hold"
+    assert [publication.step() for _ in range(3)] == [True] * 3
+    assert HoldChanged(sliced.name()) not in sliced.core.take_commands(), "claims of all blocks still wait"
     assert not publication.step()
     hold = publication.answer
     assert isinstance(hold, Hold)
@@ -69,6 +71,19 @@ def test_slices_publish_the_same_hold() -> None:
     sliced.flood()
     assert sliced.claim().statuses == HIT * 4 + PENDING * 8
     assert sliced.core.release_hold(sliced.name(), 1.0)
+
+
+def test_a_claim_of_the_first_blocks_does_not_wait_for_all_slices() -> None:
+    """Two of the four ready blocks are in the first slice, which prepares the hold."""
+    rig = new_rig()
+    publication = begin(rig, most=2)
+    told = []
+    while publication.step():
+        hold = rig.core.find_hold(rig.name(), 0.0)
+        is_told = HoldChanged(rig.name()) in rig.core.take_commands()
+        if hold is not None:
+            told.append((is_told, rig.core.is_settled(hold, 2)))
+    assert told == [(True, False), (True, True), *[(False, True)] * 4]
 
 
 @pytest.mark.parametrize("slices", range(8))

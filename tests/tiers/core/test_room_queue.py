@@ -11,8 +11,10 @@ from core_rig import HIT, MISS, Rig, keys, ready_blocks
 from harness.operations import Steps, run_to_end
 from simulation import EXTENT, ModelTier
 
+from kvtier.tiers.core.bulk_eviction import EvictionRequest
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import RoomOffered, Waiter
+from kvtier.tiers.core.conversation_actions import BlockAction
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.room_queue import MAX_WAITERS
 from kvtier.tiers.core.running_lookup import LookupAnswer
@@ -36,10 +38,17 @@ class Crowd:
 
     part: float = 1.0
     tenants: list[Tenant] = field(default_factory=list)
+    retained_part: float = 0.5
+    extents: int = 1
 
     def __post_init__(self) -> None:
-        settings = TierSettings(eviction={"cpu": "lru"}, leased_part=self.part, tenants=self.tenants)
-        self.core = TierManager(EXTENT, EXTENT, [ModelTier("disk", 1 << 30)], settings=settings)
+        settings = TierSettings(
+            eviction={"cpu": "lru"},
+            leased_part=self.part,
+            tenants=self.tenants,
+            retained_part=self.retained_part,
+        )
+        self.core = TierManager(self.extents * EXTENT, EXTENT, [ModelTier("disk", 1 << 30)], settings=settings)
         self.core.add_memory(0, EXTENT)
         self.room = self.core._lookups.room
         self.now = 0.0
@@ -118,6 +127,36 @@ def crowd_of(
     lookups = [waiting(crowd, n, tenant=tenant, blocks=blocks) for n, tenant in enumerate(waiters)]
     crowd.offered.clear()
     return crowd, holder, lookups
+
+
+@pytest.mark.parametrize("how", ["memory", "evict", "delete", "release", "demote", "reset"])
+def test_new_room_is_offered_at_once(how: str) -> None:
+    """Retained blocks fill the tier. The lookup does not wait for the next tick."""
+    crowd = Crowd(retained_part=1.0, extents=2 if how == "memory" else 1)
+    session = crowd.open("writer")
+    crowd.put_on_disk(session, keys(500, 501))
+    other = crowd.open("other", BOB)
+    names = keys(*range(SLOTS))
+    crowd.put_on_disk(other, names)
+    targets = [(other.namespace.id, names)]
+    loads = crowd.begin(other, names)
+    assert not crowd.step(loads)
+    crowd.end(loads)
+    assert run_to_end(crowd.core.act_on_keys(BlockAction.RETAIN, targets, 1000.0)).kept == 0
+    lookup = waiting(crowd, 0)
+    crowd.offered.clear()
+    if how == "memory":
+        crowd.core.add_memory(EXTENT, EXTENT)
+    elif how == "evict":
+        run_to_end(crowd.core.evict(EvictionRequest(tiers=[0], retained=True)).run())
+    elif how == "reset":
+        crowd.core.reset(other)
+    else:
+        run_to_end(crowd.core.act_on_keys(BlockAction[how.upper()], targets))
+    crowd.run()
+    assert crowd.offered == [lookup.waiter]
+    assert not crowd.step(lookup)
+    assert lookup.answer.statuses() == HIT * 2
 
 
 def test_waiters_come_first_come_first_served() -> None:

@@ -327,6 +327,13 @@ MUTANTS = (
         "",
     ),
     Mutant(
+        "waiting leases are not told of their end",
+        Invariant.WAITERS,
+        "core/lookups.py",
+        "                self._commands.append(LeaseSettled(lease.id))\n",
+        "",
+    ),
+    Mutant(
         "waiting leases are not told of failures",
         Invariant.WAITERS,
         "core/leases.py",
@@ -549,6 +556,20 @@ MUTANTS = (
         "core/holds.py",
         "        if self.unsettled > self.notify_at:\n            return False\n",
         "        if self.unsettled:\n            return False\n",
+    ),
+    Mutant(
+        "claims of the first blocks are told at the end of a publication",
+        Invariant.HELD,
+        "core/handoffs.py",
+        "                if hold.take_notice():\n                    self._commands.append(HoldChanged(hold.name))\n",
+        "",
+    ),
+    Mutant(
+        "claims are not told of a hold before all its slices",
+        Invariant.HELD,
+        "core/handoffs.py",
+        "            self._commands.append(HoldChanged(name))  # a claim may need the first blocks only\n",
+        "            pass\n",
     ),
     Mutant(
         "a claim that waits for more blocks replaces one that waits for fewer",

@@ -59,12 +59,19 @@ def _check_items(world: World, record: HoldRecord) -> None:
     awaited = late + sum(block is not None and not block.ready for block in hold.items[: record.prepared])
     if hold.pending != awaited:
         raise Violation(Invariant.HELD, f"{hold.name} waits for {hold.pending} blocks, not {awaited}")
-    if record.is_preparing:  # claims are told at the end
-        return
-    if record.was_awaited and not awaited and hold.name not in world.changed:
-        raise Violation(Invariant.HELD, f"all of {hold.name} is ready, and no claim was told")
-    record.was_awaited = bool(awaited)
+    _check_told(world, record, awaited, late)
+
+
+def _check_told(world: World, record: HoldRecord, awaited: int, late: int) -> None:
+    hold = record.hold
     is_told = hold.name in world.changed
+    if not (record.is_known or is_told):
+        raise Violation(Invariant.HELD, f"{hold.name} is open, and no claim was told")
+    record.is_known = True
+    if not record.is_preparing:
+        if record.was_awaited and not awaited and not is_told:
+            raise Violation(Invariant.HELD, f"all of {hold.name} is ready, and no claim was told")
+        record.was_awaited = bool(awaited)
     if record.told_at is not None and record.settled - late >= record.told_at and not is_told:
         raise Violation(Invariant.HELD, f"{record.told_at} blocks of {hold.name} are settled, and no claim was told")
     if is_told:

@@ -18,6 +18,8 @@ class HoldRecord:
     hold: Hold
     duration: float
     expires_at: float
+    is_known: bool = False
+    """Whether claims were told that it is open."""
     was_awaited: bool = True
     prepared: int = 0
     """Number of items that the publication has prepared."""
@@ -34,8 +36,8 @@ class HoldRecord:
 
     @property
     def settled(self) -> int:
-        """Number of blocks that are ready or were given up."""
-        return sum(block is None or block.ready for block in self.hold.items)
+        """Number of prepared blocks that are ready or were given up."""
+        return sum(block is None or block.ready for block in self.hold.items[: self.prepared])
 
 
 class HoldBook:

@@ -337,6 +337,11 @@ def lifting(core: TierManager) -> list[tuple[NamespaceId, int, int]]:
     return [(each.engine[0], each.nbytes, size_of(each.offsets)) for each in entries]
 
 
+def waiting_leases(core: TierManager) -> set[int]:
+    table = core._lookups.leases
+    return {lease.id for lease in (*table, *table._closed) if lease.awaited}
+
+
 def leases(core: TierManager) -> dict[int, BlockLease]:
     return core._lookups.leases._leases  # type: ignore[return-value]
 

@@ -226,6 +226,11 @@ def _waiters(world: World) -> None:
         if not pending and not late and record.lease.id not in world.settled:
             raise Violation(Invariant.WAITERS, f"lease {record.lease.id} has settled, and was not told")
         record.waiting = bool(pending)
+    waiting = inside.waiting_leases(world.core)
+    ended = world.waiting_leases - waiting - world.settled
+    if ended:
+        raise Violation(Invariant.WAITERS, f"leases {sorted(ended)} no longer wait for blocks, and were not told")
+    world.waiting_leases = waiting
 
 
 def _line(world: World) -> None:

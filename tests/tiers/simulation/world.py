@@ -127,6 +127,8 @@ class World:
         self.work_left = False
         """Whether the core has asked for the next slice."""
         self.settled: set[int] = set()
+        self.waiting_leases: set[int] = set()
+        """Leases, open or closed, that wait for blocks."""
         self.overdue: set[Block] = set()
         """Blocks in retiring extents whose pins the core may have ended in this event."""
         self.deleted: set[Name] = set()
