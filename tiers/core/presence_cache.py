@@ -135,6 +135,10 @@ class PresenceCache:
         """Returns whether the last answer is that the tier has the block. Queues no query."""
         return self._present.get(name) is not None
 
+    @property
+    def has_queries(self) -> bool:
+        return bool(self._to_ask)
+
     def take_queries(self) -> list[Name]:
         new, self._to_ask = self._to_ask, []
         return new

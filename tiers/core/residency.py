@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
 
 from ..errors import InvalidItem
 from ..secondary_tier import NamespaceId, TierFilter
@@ -20,6 +21,7 @@ from .secondary_state import SecondaryTierState
 __all__ = ["ResidencyIndex", "SharedTierQueries"]
 
 QUERY_SLICE = 512
+_FEW_KEYS = 16
 
 _ALL_TIERS = TierFilter()
 
@@ -103,6 +105,11 @@ class ResidencyIndex:
         """Returns whether a tier that survives restarts holds this block or is storing it."""
         return any(secondary.tier.durable and secondary.catalog.get(namespace, key) for secondary in self._secondaries)
 
+    @property
+    def has_queued_queries(self) -> bool:
+        """Whether `find` has queued queries that are not sent."""
+        return any(secondary.presence_cache.has_queries for secondary in self._secondaries)
+
     def send_queries(self) -> None:
         """Sends the queries that `find` has queued to the shared tiers."""
         if not self.has_shared_tiers:
@@ -159,11 +166,12 @@ class SharedTierQueries:
             if self._ask(session, keys[start : start + slice_keys], tiers, outstanding, prefix=prefix):
                 break
         while outstanding and now < deadline:
-            # Asks again if the answer has expired.
             now = yield from self._drop_answered(session, outstanding, tiers, slice_keys, now, prefix=prefix)
             self._residency.send_queries()
             if outstanding:
                 now = yield Change(deadline)
+                if len(outstanding) > _FEW_KEYS:  # a change wakes all calls, which then take turns
+                    now = yield None
 
     def _ask(
         self,
@@ -196,10 +204,17 @@ class SharedTierQueries:
         *,
         prefix: bool,
     ) -> Operation[float]:
-        """Drops the first keys, up to a key without an answer. With `prefix`, a miss drops all."""
+        """Drops the first keys, up to a key without an answer. With `prefix`, a miss drops all.
+
+        If the answer for this key has expired, asks again for a slice of keys, because their
+        answers came before.
+        """
         for number in range(1, len(outstanding) + 1):
             presence = self.presence(session, outstanding[0], tiers)
             if presence is Presence.UNKNOWN:
+                if self._residency.has_queued_queries:
+                    for key in islice(outstanding, 1, slice_keys):
+                        self.presence(session, key, tiers)
                 break
             outstanding.popleft()
             if prefix and presence is not Presence.HELD:

@@ -485,6 +485,35 @@ def test_slices_of_other_work_are_no_ticks_of_the_answers() -> None:
     assert statuses(rig, keys(0)) == RETRY
 
 
+def test_expired_answers_are_asked_for_together() -> None:
+    """The answer for the first key comes after the answers for all others have expired."""
+    rig = Rig(Shared("far", 1 << 20))
+    names = keys(*range(40))
+    [first] = keys(0)
+    operation = rig.core.query_shared_tiers(rig.session, names, prefix=False, deadline=60, now=0, slice_keys=10)
+    query = Steps(operation)
+    while query.step() and query.waiter is None:
+        pass
+    asked = questions(rig)
+    assert sum((list(question.keys) for question in asked), []) == [(rig.session.namespace.id, key) for key in names]
+    rounds = 0
+    for second in range(1, 20):
+        rig.core.tick(second)
+        late = [question for question in asked if (rig.session.namespace.id, first) in question.keys]
+        for question in asked:
+            if question not in late or second > 2:
+                rig.core.lookup_finished(question.job_id, [False] * len(question.keys))
+                asked = [other for other in asked if other is not question]
+        rounds += 1
+        more = query.step(now=second)
+        while more and query.waiter is None:
+            more = query.step(now=second)
+        asked += questions(rig)
+        if not more:
+            break
+    assert rounds < 8, "three slices, and not a round for each of 30 keys"
+
+
 def test_a_stored_block_is_known_to_be_there() -> None:
     """The tier is not asked for a block that it has stored a moment ago."""
     rig = Rig(Shared("far", 1 << 20))
