@@ -111,7 +111,7 @@ class BlockRun(Generic[T]):
         self.items = items
         """The resident blocks, head first."""
         self.places: dict[T, int] | None = None
-        """Ascending number of each item, since the first search for an item that is not the tail."""
+        """Ascending number per item, from the first search for an item that is not the tail on."""
         self.start = start
         """Position of the first item in the chain."""
         self.pause = pause

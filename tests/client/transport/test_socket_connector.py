@@ -123,7 +123,7 @@ def test_an_interruption_at_any_line_leaves_one_search(*, is_running: bool, monk
         assert (found, searches.begun) == (1, 1), line
         if len(lines) <= line:
             break
-    # `Thread.start` executes 12 lines less if the new thread has set its event before the wait for it.
+    # `Thread.start` executes 12 lines less if the new thread has set its event before.
     assert line > (2 if is_running else 15)
 
 

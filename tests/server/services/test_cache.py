@@ -91,7 +91,7 @@ async def test_a_lookup_that_waited_in_vain_leaves_no_lease() -> None:
 
 @pytest.mark.parametrize("how", ["FinishRequest", "ReleaseLease", "WithdrawGrants"])
 async def test_a_lookup_whose_lease_ends_waits_no_longer(how: str) -> None:
-    """It answers that no block is a hit, and does not sleep for the 30 seconds that a call may wait."""
+    """It answers that no block is a hit, and not after the 30 seconds that a call may wait."""
     async with serving() as calls:
         calls.store(KEYS[:1])
         answer = await wait_for_block(calls, request_id="r", grant_id=7)

@@ -495,7 +495,7 @@ def test_expired_answers_are_asked_for_together() -> None:
     while query.step() and query.waiter is None:
         pass
     asked = questions(rig)
-    assert sum((list(question.keys) for question in asked), []) == [(rig.session.namespace.id, key) for key in names]
+    assert [name for question in asked for name in question.keys] == [(rig.session.namespace.id, key) for key in names]
     rounds = 0
     for second in range(1, 20):
         rig.core.tick(second)

@@ -485,7 +485,7 @@ class Compared(Item):
 @pytest.mark.parametrize("step", [1, -1, 2, -7])
 @pytest.mark.parametrize("is_used", [False, True], ids=["removed", "used by another request"])
 def test_forecast_finds_blocks_inside_a_long_prompt(*, is_used: bool, step: int) -> None:
-    """Each block that leaves a run of 4,096 blocks is found without a comparison with the others."""
+    """A block that leaves a run of 4,096 blocks is not compared with the others."""
     forecast = Forecast[Item]()
     items: list[Item] = [Compared(number) for number in range(4096)]
     forecast.use(items[:4000], "store")
