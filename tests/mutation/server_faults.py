@@ -45,8 +45,7 @@ SERVER_FAULTS = (
         "a cancelled lookup keeps its lease",
         _CACHE,
         "        except asyncio.CancelledError:  # the client never gets the lease's id to release it\n"
-        "            with contextlib.suppress(CoreError):\n"
-        "                self._core.release(session, lease.id)\n",
+        "            self._release(session, lease)\n",
         "        except asyncio.CancelledError:\n",
     ),
     Fault(
@@ -446,8 +445,14 @@ SERVER_FAULTS = (
     Fault(
         "a lookup that waited in vain keeps its lease",
         "server/services/cache.py",
-        "            return lease\n        self._core.release(session, lease.id)\n        return None",
+        "            return lease\n        self._release(session, lease)\n        return None",
         "            return lease\n        return None",
+    ),
+    Fault(
+        "a withdrawal of a lease tells no call",
+        "server/services/long_calls.py",
+        "        finally:\n            self._runtime.run_commands()\n\n    async def renew",
+        "        finally:\n            pass\n\n    async def renew",
     ),
     Fault(
         "a withdrawal that overtakes its call has no effect",
