@@ -248,4 +248,11 @@ class ServerProcess:
 
     def _signal_and_wait(self, number: int) -> int:
         self._process.send_signal(number)
-        return self._process.wait(END_SECONDS)
+        try:
+            return self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGABRT)  # the server then logs the stacks of its threads
+            self._process.wait(END_SECONDS)
+            with contextlib.suppress(AssertionError):  # another process logs them
+                wait_until(lambda: "stacks of the crash" in self.log, END_SECONDS)
+            raise AssertionError(f"the server does not end:\n{self.log[-20_000:]}") from None
