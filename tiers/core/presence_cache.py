@@ -26,8 +26,9 @@ LATE_TICKS = 2
 """A query that has no answer after this number of ticks, one to two seconds, does not either."""
 MAX_ANSWERS = 1 << 16
 """Limit of the cached positive answers of all tenants, and of the negative ones."""
-DROPPED_PER_TICK = 1024
-"""Limit of the old answers that a tick drops, about 0.5 ms. No call uses those that remain."""
+DROPPED_PER_TICK, DROPPED_PER_ANSWER = 1024, 2
+"""Limit of the old answers that a tick drops, about 0.5 ms, and that a new answer drops. No call
+uses those that remain."""
 
 
 class Presence(enum.Enum):
@@ -65,6 +66,7 @@ class _Answers(Generic[T]):
         return None if answer is None or self._is_old(answer) else answer
 
     def set(self, name: Name, answer: T) -> None:
+        self._drop_old(DROPPED_PER_ANSWER)
         tenant = tenant_of(name[0])
         own = self._of_tenant.get(tenant)
         if own is None:
@@ -82,20 +84,24 @@ class _Answers(Generic[T]):
         if own is not None and own.pop(name, None) is not None:
             self._count -= 1
 
-    def drop_old(self) -> None:
-        """Drops old answers, the oldest of each tenant first; at most `DROPPED_PER_TICK`."""
-        left = DROPPED_PER_TICK
-        for tenant, own in list(self._of_tenant.items()):
-            while own and left and self._is_old(next(iter(own.values()))):
+    def tick(self) -> None:
+        self._drop_old(DROPPED_PER_TICK)
+        self._largest = max(self._of_tenant.values(), key=len, default=OrderedDict())
+
+    def _drop_old(self, most: int) -> None:
+        """Drops at most this number of old answers. The tenants take turns."""
+        for _ in range(min(most, len(self._of_tenant))):
+            if not most:
+                break
+            tenant, own = next(iter(self._of_tenant.items()))
+            while own and most and self._is_old(next(iter(own.values()))):
                 own.popitem(last=False)
                 self._count -= 1
-                left -= 1
-            if not own:
+                most -= 1
+            if own:
+                self._of_tenant.move_to_end(tenant)
+            else:
                 del self._of_tenant[tenant]
-            elif not left:
-                self._of_tenant.move_to_end(tenant)  # the other tenants come first in the next tick
-                break
-        self._largest = max(self._of_tenant.values(), key=len, default=OrderedDict())
 
 
 class PresenceCache:
@@ -135,9 +141,9 @@ class PresenceCache:
         """Returns whether the last answer is that the tier has the block. Queues no query."""
         return self._present.get(name) is not None
 
-    @property
-    def has_queries(self) -> bool:
-        return bool(self._to_ask)
+    def is_asked(self, name: Name) -> bool:
+        """Returns whether a query has no answer yet."""
+        return name in self._asked
 
     def take_queries(self) -> list[Name]:
         new, self._to_ask = self._to_ask, []
@@ -166,5 +172,5 @@ class PresenceCache:
             return
         self._ticks += 1
         self._now = now
-        self._absent.drop_old()
-        self._present.drop_old()
+        self._absent.tick()
+        self._present.tick()

@@ -21,6 +21,7 @@ from .secondary_state import SecondaryTierState
 __all__ = ["ResidencyIndex", "SharedTierQueries"]
 
 QUERY_SLICE = 512
+"""Keys of a query: 2 to 3 ms to record the answers."""
 _FEW_KEYS = 16
 
 _ALL_TIERS = TierFilter()
@@ -105,19 +106,22 @@ class ResidencyIndex:
         """Returns whether a tier that survives restarts holds this block or is storing it."""
         return any(secondary.tier.durable and secondary.catalog.get(namespace, key) for secondary in self._secondaries)
 
-    @property
-    def has_queued_queries(self) -> bool:
-        """Whether `find` has queued queries that are not sent."""
-        return any(secondary.presence_cache.has_queries for secondary in self._secondaries)
+    def is_asked(self, namespace: NamespaceId, key: bytes, excluded: Collection[int]) -> bool:
+        """Returns whether a shared tier, for which a query waits, has not answered yet."""
+        return any(
+            secondary.presence_cache.is_asked((namespace, key))
+            for secondary in self._secondaries
+            if secondary.index not in excluded and not secondary.stalled
+        )
 
     def send_queries(self) -> None:
         """Sends the queries that `find` has queued to the shared tiers."""
         if not self.has_shared_tiers:
             return
         for secondary in self._secondaries:
-            names = secondary.presence_cache.take_queries()
-            if names:
-                job_id = self._new_id()
+            queued = secondary.presence_cache.take_queries()
+            for start in range(0, len(queued), QUERY_SLICE):
+                job_id, names = self._new_id(), queued[start : start + QUERY_SLICE]
                 self._queries[job_id] = (secondary, names)
                 self._commands.append(LookupInTier(job_id, secondary.index, names))
 
@@ -206,13 +210,15 @@ class SharedTierQueries:
     ) -> Operation[float]:
         """Drops the first keys, up to a key without an answer. With `prefix`, a miss drops all.
 
-        If the answer for this key has expired, asks again for a slice of keys, because their
+        If the answers for this key have expired, asks again for a slice of keys, because their
         answers came before.
         """
+        namespace, excluded = session.namespace.id, self._residency.excluded(tiers)
         for number in range(1, len(outstanding) + 1):
+            was_asked = self._residency.is_asked(namespace, outstanding[0], excluded)
             presence = self.presence(session, outstanding[0], tiers)
             if presence is Presence.UNKNOWN:
-                if self._residency.has_queued_queries:
+                if not was_asked:
                     for key in islice(outstanding, 1, slice_keys):
                         self.presence(session, key, tiers)
                 break

@@ -169,7 +169,9 @@ class BlockRun(Generic[T]):
             return
         taken = set(items)
         self.items = [item for item in self.items if item not in taken]
-        self.places = None
+        if self.places is not None:
+            for item in taken:
+                del self.places[item]
 
     def follow(self, parent: BlockRun[T] | None) -> None:
         """Sets the parent."""

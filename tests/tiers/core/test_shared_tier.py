@@ -460,14 +460,30 @@ def test_no_lookup_uses_the_old_answers_that_a_tick_leaves(monkeypatch: pytest.M
     assert cache.take_queries() == names
     left = []
     for second in range(11, 20):
-        left.append([len(own) for own in cache._present._of_tenant.values()])
+        left.append(sorted(len(own) for own in cache._present._of_tenant.values()))
         cache.tick(float(second))
-    assert left == [[10, 6], [6, 6], [6, 2], [2, 2], [], [], [], [], []]
+    assert left == [[6, 10], [6, 6], [2, 6], [2, 2], [], [], [], [], []]
     cache.set(names[0], there=False, now=20.0)
     for second in range(20, 29):
         cache.tick(float(second))
         cache.get(names[0])
         assert not cache.must_wait(names[0]), "the tier lacked the block a short time ago"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_old_answers_push_out_no_new_ones(*, there: bool) -> None:
+    """Many tenants get more answers than ticks can drop. The answers for another one still fit."""
+    cache = presence_cache.PresenceCache()
+    cache.tick(0.0)
+    tenants = [NamespaceId(bytes([number]) * 32) for number in range(33)]
+    for second in range(70):
+        for number in range(60):
+            for tenant in tenants[1:]:
+                cache.set((tenant, b"%d %d" % (second, number)), there=there, now=float(second))
+        cache.tick(second + 1.0)
+    names = [(tenants[0], b"%d" % number) for number in range(40_000)]
+    cache.record_answers(names, [there] * len(names), 70.0)
+    assert all(cache.get(name) is there for name in names)
 
 
 def test_slices_of_other_work_are_no_ticks_of_the_answers() -> None:
@@ -512,6 +528,37 @@ def test_expired_answers_are_asked_for_together() -> None:
         if not more:
             break
     assert rounds < 8, "three slices, and not a round for each of 30 keys"
+
+
+def test_a_call_that_waits_for_a_late_tier_asks_no_other_one_in_vain() -> None:
+    """The answers of the other tier expire with each tick."""
+    rig = Rig(Shared("late", 1 << 20), Shared("far", 1 << 20))
+    names = keys(*range(60))
+    query = Steps(rig.core.query_shared_tiers(rig.session, names, prefix=False, deadline=60, now=0))
+    assert query.step()
+    asked = []
+    for second in range(1, 5):
+        far = [question for question in questions(rig) if question.tier == 2]
+        asked.append(sum(len(question.keys) for question in far))
+        for question in far:
+            rig.core.lookup_finished(question.job_id, [False] * len(question.keys))
+        rig.core.tick(second)
+        assert query.step(now=second)
+        if query.waiter is None:
+            assert query.step(now=second)
+    assert asked == [60, 1, 1, 1]
+
+
+def test_long_queries_are_sent_in_parts() -> None:
+    """The core records the answers for 512 keys at once."""
+    rig = Rig(Shared("far", 1 << 20))
+    names = keys(*range(1200))
+    assert rig.core.lacking(rig.session, names, TierFilter()) == names
+    asked = questions(rig)
+    assert [len(question.keys) for question in asked] == [512, 512, 176]
+    for question in reversed(asked):
+        rig.core.lookup_finished(question.job_id, [True] * len(question.keys))
+    assert rig.core.lacking(rig.session, names, TierFilter()) == []
 
 
 def test_a_stored_block_is_known_to_be_there() -> None:
