@@ -251,7 +251,7 @@ class ServerProcess:
         try:
             return self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.send_signal(signal.SIGABRT)  # the server then logs the stacks of its threads
+            self._process.send_signal(signal.SIGABRT)  # the server then logs its stacks
             self._process.wait(END_SECONDS)
             with contextlib.suppress(AssertionError):  # another process logs them
                 wait_until(lambda: "stacks of the crash" in self.log, END_SECONDS)
