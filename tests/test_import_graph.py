@@ -152,6 +152,16 @@ def test_a_long_file_is_found(tmp_path: Path) -> None:
     assert import_graph.check(tmp_path) == ["tiers/a.py: 451 lines; 450 at most"]
 
 
+@pytest.mark.parametrize("lines", [60, 61])
+def test_a_long_function_is_found(tmp_path: Path, lines: int) -> None:
+    """60 lines at most, with its docstring."""
+    source = "class A:\n    async def f():\n" + "        x = 1\n" * (lines - 1)
+    _plant(tmp_path, {"server/a.py": ""})
+    (tmp_path / "server/__init__.py").write_text(source)
+    expected = [] if lines == 60 else [f"server/__init__.py: f has {lines} lines; 60 at most"]
+    assert [line for line in import_graph.check(tmp_path) if " f has " in line] == expected
+
+
 def test_a_small_file_needs_a_second_importer_or_an_excuse(tmp_path: Path) -> None:
     """Entry points and packages' own files are excused."""
     _plant(tmp_path, {"tiers/a.py": "from . import small\n", "tiers/b.py": "", "server/__main__.py": ""})

@@ -38,6 +38,7 @@ MIRRORED_ERRORS = frozenset({"LimitExceeded", "NotOwner"})
 core raises a `CoreError`, and callers of the client catch a `KVTierError`."""
 
 MOST_LINES = 450
+MOST_FUNCTION_LINES = 60
 FEW_LINES = 80
 """A file with fewer lines needs at least two importers, unless `SMALL_FILES` excuses it."""
 
@@ -289,6 +290,17 @@ def sizes(modules: Iterable[Module], arrows: Iterable[Arrow]) -> list[str]:
     return found
 
 
+def long_functions(modules: Iterable[Module]) -> list[str]:
+    """Returns functions that are too long."""
+    return [
+        f"{module.path}: {node.name} has {lines} lines; {MOST_FUNCTION_LINES} at most"
+        for module in modules
+        for node in ast.walk(ast.parse(module.source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
+        if (lines := node.end_lineno - node.lineno + 1) > MOST_FUNCTION_LINES
+    ]
+
+
 def check(root: Path) -> list[str]:
     """Returns all violations of the rules."""
     modules = read_modules(root)
@@ -300,6 +312,7 @@ def check(root: Path) -> list[str]:
         *folder_cycles(arrows),
         *duplicate_classes(product),
         *sizes(product, arrows),
+        *long_functions(product),
     ]
 
 
@@ -319,7 +332,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.check:
         found = check(options.root)
-        print("\n".join(found) or "the import graph and the sizes of files are as they should be")
+        print("\n".join(found) or "the import graph and the sizes of files and functions are as they should be")
         return int(bool(found))
     arrows = arrows_of(read_modules(options.root))
     print_arrows(subfolder_counts(arrows) if options.folders else folder_counts(arrows))

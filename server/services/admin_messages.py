@@ -78,24 +78,7 @@ async def build_status(
 
     `pause` waits for the next turn, and returns its end on the clock of `time.monotonic`.
     """
-    held: dict[bytes, _Held] = defaultdict(_Held)
-    turn_ends = 0.0
-    everything: list[BlockLease | Store] = [*runtime.core.leases(), *runtime.core.stores()]
-    for each in everything:
-        own = held[each.owner.session_id]
-        if isinstance(each, BlockLease):
-            own.leases += 1
-            own.leased_blocks += each.hits
-            blocks: Sequence[Block] = ()
-        else:
-            own.stores += 1
-            blocks = each.blocks
-        for part in slices_of(blocks, _SLICE):
-            if time.monotonic() >= turn_ends:
-                turn_ends = await pause()
-            own.storing_bytes += sum(block.part_bytes for block in part)
-        if time.monotonic() >= turn_ends:
-            turn_ends = await pause()
+    held, turn_ends = await _held_by_sessions(runtime, pause), 0.0
     described = []
     for session in sessions.all():
         described.append(_session_status(session, held.get(session.core.id, _Held()), runtime.now()))
@@ -128,6 +111,29 @@ async def build_status(
             for each in current_downgrades(runtime, sessions)
         ],
     )
+
+
+async def _held_by_sessions(runtime: TierRuntime, pause: Callable[[], Awaitable[float]]) -> dict[bytes, _Held]:
+    """Returns what the leases and stores of each session hold, by the id of the session."""
+    held: dict[bytes, _Held] = defaultdict(_Held)
+    turn_ends = 0.0
+    everything: list[BlockLease | Store] = [*runtime.core.leases(), *runtime.core.stores()]
+    for each in everything:
+        own = held[each.owner.session_id]
+        if isinstance(each, BlockLease):
+            own.leases += 1
+            own.leased_blocks += each.hits
+            blocks: Sequence[Block] = ()
+        else:
+            own.stores += 1
+            blocks = each.blocks
+        for part in slices_of(blocks, _SLICE):
+            if time.monotonic() >= turn_ends:
+                turn_ends = await pause()
+            own.storing_bytes += sum(block.part_bytes for block in part)
+        if time.monotonic() >= turn_ends:
+            turn_ends = await pause()
+    return held
 
 
 def current_downgrades(runtime: TierRuntime, sessions: SessionRegistry) -> list[Downgrade]:

@@ -156,12 +156,15 @@ class CoreParts:
         self.publish, self.claim, self.not_claimed = handoffs.publish, handoffs.claim, handoffs.claims.not_claimed
         self.holds, self.find_hold, self.is_settled = handoffs.all, handoffs.find, handoffs.is_settled
         self.may_come, self.renew_hold, self.release_hold = handoffs.may_come, handoffs.renew, handoffs.release
+        self._create_store_handlers(new_ids)
+
+    def _create_store_handlers(self, new_ids: Iterator[int]) -> None:
         self._completions = CompletionHandler(
             cpu_tier=self._cpu_tier,
             tier_jobs=self._tier_jobs,
             requests=self._requests,
             lookups=self._lookups,
-            handoffs=handoffs,
+            handoffs=self._handoffs,
             history=self._history,
             commands=self._commands,
             work=self._sliced_work,
@@ -170,7 +173,7 @@ class CoreParts:
             cpu_tier=self._cpu_tier,
             tier_jobs=self._tier_jobs,
             requests=self._requests,
-            conversations=conversations.table,
+            conversations=self._conversations.table,
             completions=self._completions,
             history=self._history,
             miss_ratio_curves=self._miss_ratio_curves,
@@ -190,7 +193,7 @@ class CoreParts:
             cpu_tier=self._cpu_tier,
             leases=self._lookups.leases,
             stores=self._stores.table,
-            handoffs=handoffs,
+            handoffs=self._handoffs,
             settle=self._completions.settle,
             expire=self._endings.expire,
             perform=self._sliced_work.perform,

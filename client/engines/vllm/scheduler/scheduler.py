@@ -97,21 +97,7 @@ class SchedulerSide:
         self._weights_changed = False
         # Whether the latest reset found no block in use, so that the engine has no KV of before.
         self._reset_is_complete = True
-        options = OffloadOptions(
-            mode=OffloadMode.LAZY if config.lazy_offload and may_save else OffloadMode.EAGER,
-            lookup_timeout_s=config.lookup_timeout_s,
-            max_held_fraction=config.max_held_fraction,
-            save_lost_after_s=SAVE_LOST_AFTER_S,
-            batched_tokens=batched_tokens,
-        )
-        self._core = OffloadCore(
-            geometry,
-            world_size,
-            options,
-            self._pool,
-            self._server,
-            VllmRequest.content if config.publish_token_ids else None,
-        )
+        self._core = self._new_core(config, world_size, batched_tokens)
         self._handoffs = HandoffScheduler(geometry, identity, config.handoff, peers, log, self._counters, self._pool)
         self._requests: dict[str, VllmRequest] = {}
         # Number of blocks of each load in flight, by request id.
@@ -126,6 +112,17 @@ class SchedulerSide:
         else:  # as if a reset had begun, because requests miss and nothing is saved until it ends
             self._resetting = True
             self._core.reset()
+
+    def _new_core(self, config: ConnectorConfig, world_size: int, batched_tokens: int) -> OffloadCore:
+        options = OffloadOptions(
+            mode=OffloadMode.LAZY if config.lazy_offload and self._may_save else OffloadMode.EAGER,
+            lookup_timeout_s=config.lookup_timeout_s,
+            max_held_fraction=config.max_held_fraction,
+            save_lost_after_s=SAVE_LOST_AFTER_S,
+            batched_tokens=batched_tokens,
+        )
+        content_of = VllmRequest.content if config.publish_token_ids else None
+        return OffloadCore(self._geometry, world_size, options, self._pool, self._server, content_of)
 
     def bind_pool(self, block_pool: Any) -> None:
         self._pool.bind(block_pool)
