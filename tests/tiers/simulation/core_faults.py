@@ -587,7 +587,7 @@ MUTANTS = (
     ),
     Mutant(
         "a reset does not end holds",
-        Invariant.RESET,
+        Invariant.HELD,
         "core/manager.py",
         "        self._handoffs.reset(session.namespace.id, self._now)\n",
         "",

@@ -30,8 +30,8 @@ __all__ = ["Found", "hunt", "main", "mutated"]
 
 HERE = Path(__file__).resolve().parents[1]
 PACKAGE = HERE.parents[1] / "src" / "kvtier"
-MAX_SEEDS = 300
-LONG_TIMEOUT_SECONDS = 600.0
+MAX_SEEDS = 800
+LONG_TIMEOUT_SECONDS = 1800.0
 
 _SCRIPT = """
 import json, sys
