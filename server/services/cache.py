@@ -373,7 +373,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             raise
 
     def _release(self, session: EngineSession, lease: BlockLease) -> None:
-        """Releases a lease whose id the client never gets, unless it has ended."""
+        """Releases a lease of which the client learns nothing, unless it has ended."""
         with contextlib.suppress(CoreError):
             self._core.release(session, lease.id)
             self._runtime.run_commands()

@@ -162,7 +162,7 @@ class BlockRun(Generic[T]):
         del self.items[start:end]
 
     def remove_all(self, items: list[T]) -> None:
-        """Removes items of the run, in the order of the run if they are consecutive."""
+        """Removes items of the run: consecutive ones at once, others with a copy of the list."""
         start = 0 if self.items[0] is items[0] else self.index(items[0])
         if self.items[start : start + len(items)] == items:
             self.remove_slice(start, start + len(items))
