@@ -20,6 +20,7 @@ from .errors import KVTierError
 from .namespace import Namespace
 from .operations import Operations
 from .operations.arguments import LookupOptions, PrefetchOptions, RequestOptions, StoreOptions
+from .operations.digests import Verify, chosen
 from .results import (
     HandoffDirection,
     HoldName,
@@ -88,6 +89,7 @@ class AsyncClient(ConnectionState):
         pin: Pin | None = None,
         credentials: Credentials | None = None,
         published: EngineAddress | None = None,
+        verify: Verify | None = None,
         backend: Transport | None = None,
     ) -> None:
         """Starts to connect. Does not block, and does not raise if the server is down.
@@ -104,6 +106,9 @@ class AsyncClient(ConnectionState):
             pin: pins the server's region and staging buffers; see `kvtier.cuda.host.pinning`.
             credentials: certificates and token; default: `Credentials.from_environment()`.
             published: address of the engine for the server's publisher of events.
+            verify: which parts this client stores with a digest, and compares after loads: "always"
+                all, "sampled" those of about one in 32 keys, "off" none. Default: `KVTIER_VERIFY`,
+                or "sampled".
             backend: for tests: replaces the connection to a server; see `kvtier.client.testing`.
 
         Raises:
@@ -112,9 +117,12 @@ class AsyncClient(ConnectionState):
         self.namespace = namespace
         self.engine_id = engine_id or uuid.uuid4().hex
         self.timeouts = timeouts or Timeouts()
-        identity = ClientIdentity(namespace, name, self.engine_id, rank, transport, pin, published)
+        verify = chosen(verify)
+        identity = ClientIdentity(
+            namespace, name, self.engine_id, rank, transport, pin, published, verify_all=verify == "always"
+        )
         self._transport = backend or AsyncGrpcTransport(endpoint, identity, self.timeouts, credentials)
-        self._operations = Operations(namespace, self.timeouts, self._transport, pin, rank=rank)
+        self._operations = Operations(namespace, self.timeouts, self._transport, pin, rank=rank, verify=verify)
 
     async def wait_until_connected(self, timeout: float | None = None) -> None:
         """Waits `timeout` s (`Timeouts.connect`) for a session, or until a `permanent` refusal."""
@@ -152,22 +160,22 @@ class AsyncClient(ConnectionState):
     ) -> AsyncIterator[ReadBatch]:
         """Gives access to the bytes of looked-up blocks; `items` are indices in the lookup's keys.
 
-        On exit the server confirms that the lease was valid all the time. If the exit raises,
-        discard all bytes that were read. Another client of the engine may own the lease. If `lease`
-        is an id, `slots` can be those of its lookup.
+        On exit the server confirms that the lease was valid all the time, and digests are compared.
+        If the exit raises, discard all bytes that were read. Another client of the engine may own
+        the lease. If `lease` is an id, `slots` can be those of its lookup.
         """
         with self._operations.held() as held:
             reading = await self._run(self._operations.begin_read(held, lease, items, slots=slots))
             yield reading.batch
-            ending = self._operations.end_read(reading.session, reading.lease_id, copied_bytes=reading.copied_bytes)
-            await self._run(ending)
+            await self._run(self._operations.end_read(reading))
 
     async def load(
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str = "", wait: float = 0.0
     ) -> int:
         """Looks up `keys` and copies the leading hits into the first buffers; returns their number.
 
-        The other buffers are unchanged. If `load` raises, the content of all buffers is undefined.
+        The other buffers are unchanged, except behind a block that does not match its digest: the
+        load ends before this block. If `load` raises, the content of all buffers is undefined.
         """
         return await self._run(self._operations.load(keys, buffers, request_id=request_id, wait=wait))
 

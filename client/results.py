@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..protos.v1 import cache_pb2, conversation_pb2
@@ -167,11 +167,13 @@ class LeaseSlots:
         epoch: run of the server that granted the lease.
         groups: index of the KV cache group of each hit, one byte each.
         offsets: packed offsets in the region, hit by hit: of one rank, or of all ranks.
+        names: keys of the hits whose bytes are compared with their digests, by position.
     """
 
     epoch: int
     groups: bytes
     offsets: bytes
+    names: Mapping[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,8 @@ class LookupResult:
             tenant has reached its limit, or because their memory is needed for other block sizes.
         hold: for a claim, the description of the hold; None for a lookup.
         source_outcome: result of the search at `source`.
+        digests: packed digests of the leading hits, if the client asked for slots but maps no
+            region.
     """
 
     id: int
@@ -210,6 +214,7 @@ class LookupResult:
     not_retained: int = 0
     hold: HoldInfo | None = None
     source_outcome: SourceOutcome = SourceOutcome.NONE
+    digests: bytes = b""
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -39,9 +39,10 @@ from ..tiers.core.commands import (
 from ..tiers.core.manager import TierManager
 from ..tiers.core.settings import TierSettings
 from ..tiers.core.slot_allocator import extent_bytes_for
-from ..tiers.secondary_tier import BlockBytes, NamespaceId, Outcome, SecondaryTier
+from ..tiers.secondary_tier import NamespaceId, Outcome, SecondaryTier
 from ..tiers.stats.snapshots import ManagerStats
 from ..tiers.types import HoldName, JobId, LeaseId
+from .region_digests import DamageLog, RegionDigests, RegionJobs
 from .telemetry.downgrades import Downgrades
 from .telemetry.logs import get_logger
 from .telemetry.metrics import JobObserver
@@ -98,6 +99,8 @@ class TierRuntime:
         Raises `ValueError` if the settings contradict each other or exceed what the tiers can hold.
         """
         self.region = region
+        self.digests = RegionDigests(region)
+        self._jobs = RegionJobs(region, self.digests, partial(self._call_loop, self.remove_damaged))
         self.downgrades = downgrades or Downgrades()
         self.extent_bytes = extent_bytes_for(region.size_bytes)
         self._workers = [TierWorker(tier) for tier in tiers]
@@ -114,9 +117,10 @@ class TierRuntime:
         """New stalls are detected from this time on. The end of a stall is always detected."""
         self._waiting: dict[_Name, dict[asyncio.Future[None], None]] = defaultdict(dict)
         self._observe_failure: Callable[[str], object] = lambda _: None
+        self.observe_damage: Callable[[int], object] = lambda _: None  # of a number of blocks
+        self._damage_log = DamageLog()
         self._slice_failed = False
-        self._slice_seconds = 0.0
-        """Duration of the last slice."""
+        self._slice_seconds = 0.0  # duration of the last slice
         self.called_at = 0.0
         """Time of the last call of a session, in seconds. Set by the registry of the sessions."""
         self.end_readers: Callable[[LeaseId], object] = lambda _: None
@@ -308,9 +312,11 @@ class TierRuntime:
             return
         match command:
             case StoreInTier(job_id, tier, blocks):
-                self._move(self._workers[tier - 1], "store", job_id, blocks)
+                worker = self._workers[tier - 1]
+                self._jobs.store(worker, blocks, partial(self._ended_on_thread, worker, job_id))
             case LoadFromTier(job_id, tier, blocks):
-                self._move(self._workers[tier - 1], "load", job_id, blocks)
+                worker = self._workers[tier - 1]
+                self._jobs.load(worker, blocks, partial(self._ended_on_thread, worker, job_id))
             case LookupInTier(job_id, tier, keys):
                 self._workers[tier - 1].look_up(keys, partial(self._call_loop, self._answered, job_id))
             case RemoveFromTier(tier, keys):
@@ -353,11 +359,12 @@ class TierRuntime:
         self._slice_seconds = self.now() - began
         self.run_commands()
 
-    def _move(self, worker: TierWorker, operation: str, job_id: JobId, blocks: Sequence[Block]) -> None:
-        """Starts a job on a thread. The core has pinned the blocks, so their slots stay valid."""
-        move = worker.store if operation == "store" else worker.load
-        ended = partial(self._ended_on_thread, worker, job_id)
-        move(lambda: list(map(partial(_block_bytes, self.region.memory), blocks)), len(blocks), ended)
+    def remove_damaged(self, blocks: Sequence[Block], found_by: str) -> None:
+        """Removes damaged blocks. `found_by`: name of a client or a tier."""
+        removed = self.core.remove_damaged(blocks)
+        self.observe_damage(len(removed))
+        self._damage_log.write(removed, found_by, self.now())
+        self.run_commands()
 
     def _ended_on_thread(self, worker: TierWorker, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
         self._finished.append((worker, job_id, outcomes))
@@ -435,12 +442,6 @@ class TierRuntime:
     def _add_memory(self, offset: int, nbytes: int) -> None:
         self.core.add_memory(offset, nbytes)
         self.run_commands()
-
-
-def _block_bytes(memory: memoryview, block: Block) -> BlockBytes:
-    nbytes = block.part_bytes
-    parts = tuple([memory[slot : slot + nbytes] for slot in block.slots if slot is not None])
-    return BlockBytes(block.namespace, block.key, parts)
 
 
 def random_ids() -> Iterator[int]:

@@ -254,6 +254,7 @@ def open_telemetry(
         closers.push_async_callback(asyncio.to_thread, tracing.close)
     runtime.observe_jobs(metrics.observe_job if tracing is None else tracing.with_spans(metrics.observe_job))
     runtime.observe_failures(metrics.failed)
+    runtime.observe_damage = metrics.mismatches("cpu").inc
     return metrics, tracing
 
 
@@ -334,7 +335,7 @@ def add_services(
     session_pb2_grpc.add_SessionServiceServicer_to_server(session, listeners.grpc)
     events = EventService(runtime, sessions, validator, long_calls.scheduler)
     sources = _open_sources(backend, long_calls, closers)
-    cache = CacheService(runtime, sessions, validator, bulk.end_writers, long_calls, sources)
+    cache = CacheService(runtime, sessions, validator, bulk.end_writers, writers.record_digests, long_calls, sources)
     handoff = HandoffService(runtime, sessions, validator, long_calls)
     conversations = ConversationService(runtime, sessions, validator, long_calls)
     device_calls = DeviceCopyCalls(runtime, sessions, validator, metrics, devices, writers)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import itemgetter
-from typing import Final, NewType
+from typing import Final, NamedTuple, NewType
 
 from ..protos.values import (
     HOLD_ONLY_KEY_PREFIX,
@@ -47,6 +47,7 @@ __all__ = [
     "ShareStats",
     "StoreAnswer",
     "StoreId",
+    "StoreOrigin",
     "StoreStatus",
     "tenant_of",
 ]
@@ -289,6 +290,17 @@ class MissReason(enum.Enum):
     """A reset dropped the block from the CPU tier, or a reset is running."""
     PENDING = 11
     """The block was not ready when a claim stopped waiting, or a lease ended before its lookup."""
+    DAMAGED = 12
+    """The bytes of the block did not match their digest, so the block was removed."""
+
+
+class StoreOrigin(NamedTuple):
+    """Store that wrote a part: who is asked if the bytes turn out to be damaged."""
+
+    engine_id: str
+    request_id: str
+    begun_at: float
+    """In seconds of the core's clock."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from ..session.session import ClientSession
 from ..staging import StagingPool
 from ..timeouts import Timeouts
 from .arguments import StoreOptions, duration, encoded, message, packed
+from .digests import PartDigests, Verify
 
 __all__ = [
     "Base",
@@ -87,6 +88,7 @@ class SessionOperations:
         self._connect = Connect(timeouts.connect)
         self._invalidate = transport.invalidate
         self._withdraw = transport.withdraw
+        self._digests = PartDigests("off", None)
         self._new_grant = count(1).__next__
         """Returns an id for the lease or store of a call, unique within the session."""
 
@@ -178,11 +180,13 @@ class Base(SessionOperations):
         pin: Pin | None = None,
         *,
         rank: int | None = None,
+        verify: Verify = "sampled",
     ) -> None:
-        """`pin` pins staging buffers."""
+        """`pin` pins staging buffers. For `verify` see `PartDigests`."""
         super().__init__(timeouts, transport)
         self._namespace = namespace
         self._rank = rank
+        self._digests = PartDigests(verify, rank)
         self._staging = StagingPool(pin)
         self._part_bytes = [group.part_bytes for group in namespace.groups]
         self._sizes_by_group = {number.to_bytes(4, "big"): size for number, size in enumerate(self._part_bytes)}

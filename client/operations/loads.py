@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import index
@@ -11,15 +11,20 @@ from ...cuda.host.copy import HostBuffer, address_of, copy_batch
 from ...protos.v1 import cache_pb2, transfer_pb2
 from ...protos.wire.packed_keys import offset_table, unpack_offsets
 from ..effects import Copy, Operation, Pull
-from ..errors import KVTierError, LeaseLost, NotConnected, ServerError, error_for
+from ..errors import ChecksumMismatch, KVTierError, LeaseLost, NotConnected, ServerError, error_for
 from ..part_streams import ATTEMPTS, PartReceiver, is_retryable
 from ..results import LeaseSlots, LookupResult, ReadBatch
 from ..session.session import ClientSession
 from .arguments import LookupOptions, message
 from .base import Base, Held, consecutive
+from .digests import digests_of_slots
 from .lookups import LookupOperations, lease_id_of
 
 __all__ = ["LoadOperations", "Reading"]
+
+_DIGEST_BYTES = 8
+_REPORTED = 256
+"""Damaged blocks that a load reports. The next load reports further ones."""
 
 
 class _LeaseInDoubt(NotConnected):
@@ -35,7 +40,12 @@ class Reading:
 
     session: ClientSession
     lease_id: int
+    items: Sequence[int]
     batch: ReadBatch
+    names: Mapping[int, bytes]
+    """Keys of the parts whose bytes are compared with their digests, by position in `items`."""
+    digests: Sequence[int] = ()
+    """The digests of all parts, if no region is mapped."""
     copied_bytes: int = 0
     """Bytes of slots that the lookup named; 0 if a call of this load named them."""
 
@@ -56,7 +66,7 @@ class LoadOperations(LookupOperations, Base):
         lease_id = lease_id_of(lease, ())
         session: ClientSession = yield self._connect
         held.use(session)
-        known = self._known(session, lease, items, slots)
+        known, digests = self._known(session, lease, items, slots), b""
         if known is not None:
             offsets, sizes = known
         else:
@@ -64,17 +74,31 @@ class LoadOperations(LookupOperations, Base):
             request = message(cache_pb2.PrepareLoadRequest, session=session.ref, lease_id=lease_id, items=items)
             answer = yield from self._call(session, "CacheService/PrepareLoad", request)
             offsets, sizes = unpack_offsets(answer.slot_offsets), unpack_offsets(answer.part_sizes_bytes)
+            digests = answer.digests
             if len(sizes) != len(items) or not set(sizes) <= {*self._part_bytes}:
                 raise ServerError("the server named other sizes than those of the parts")
         session.check_slots(offsets, sizes)
+        names = self._names(session, lease, items, slots)
         if (region := session.region) is not None:
             batch = ReadBatch(region.memory[:], region.address, offsets, sizes)
-            return Reading(session, lease_id, batch, sum(sizes) if known is not None else 0)
+            copied_bytes = sum(sizes) if known is not None else 0
+            return Reading(session, lease_id, items, batch, names, copied_bytes=copied_bytes)
         staging = held.borrow(self._staging.lend(sum(sizes)))
         batch = ReadBatch(staging, address_of(staging)[0], consecutive(sizes), sizes)
         sink = PartReceiver([batch.address + offset for offset in batch.offsets], sizes)
         yield from self._pull(session, lease_id, items, sink)
-        return Reading(session, lease_id, batch)
+        return Reading(session, lease_id, items, batch, names, _unpacked(digests, len(items)))
+
+    def _names(
+        self, session: ClientSession, lease: LookupResult | int, items: Sequence[int], slots: LeaseSlots | None
+    ) -> Mapping[int, bytes]:
+        """Returns the known keys of the parts to verify, by position in `items`."""
+        if not session.namespace_id:
+            return {}
+        if isinstance(lease, LookupResult):
+            return self._digests.names([lease.keys[item] for item in items])
+        known = slots.names if slots is not None else {}
+        return {number: known[item] for number, item in enumerate(items) if item in known} if known else {}
 
     def _known(
         self, session: ClientSession, lease: LookupResult | int, items: Sequence[int], slots: LeaseSlots | None
@@ -103,21 +127,43 @@ class LoadOperations(LookupOperations, Base):
         except (IndexError, TypeError, ValueError):
             return None
 
-    def end_read(
-        self, session: ClientSession, lease_id: int, *, release: bool = False, copied_bytes: int = 0
-    ) -> Operation[None]:
+    def end_read(self, reading: Reading, *, release: bool = False) -> Operation[None]:
         """Raises unless the server confirms that the lease was valid during the whole load.
 
-        `copied_bytes`: see `Reading`.
+        Raises ChecksumMismatch if bytes of the batch do not match their digests.
         """
+        batch, damaged = reading.batch, list[int]()
+        if reading.names:
+            addresses = [batch.address + offset for offset in batch.offsets]
+            yield Copy(partial(self._compare, reading, addresses, damaged))
+        yield from self._complete_load(reading, damaged, release=release)
+        if damaged:
+            item = reading.items[damaged[0]]
+            raise ChecksumMismatch(f"item {item} of the lookup is damaged in the server's memory")
+
+    def _complete_load(self, reading: Reading, damaged: Sequence[int], *, release: bool) -> Operation[None]:
+        """Confirms a load, and reports its damaged parts."""
+        items = reading.items
         request = message(
             cache_pb2.CompleteLoadRequest,
-            session=session.ref,
-            lease_id=lease_id,
+            session=reading.session.ref,
+            lease_id=reading.lease_id,
             release=release,
-            copied_bytes=copied_bytes,
+            copied_bytes=reading.copied_bytes,
+            damaged_items=[int(items[number]) for number in damaged[:_REPORTED]],
         )
-        yield from self._call(session, "CacheService/CompleteLoad", request)
+        yield from self._call(reading.session, "CacheService/CompleteLoad", request)
+
+    def _compare(self, reading: Reading, addresses: Sequence[int], damaged: list[int]) -> None:
+        """Adds the positions of the parts at these addresses that do not match their digests."""
+        session, batch, names = reading.session, reading.batch, reading.names
+        if not names:
+            return
+        if session.region is not None:
+            digests = digests_of_slots(session.region, batch.offsets, list(names))
+        else:
+            digests = dict(enumerate(reading.digests))
+        damaged += self._digests.damaged(session.namespace_id, names, digests, addresses, batch.sizes)
 
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str, wait: float
@@ -127,11 +173,31 @@ class LoadOperations(LookupOperations, Base):
         while True:
             with self.held() as held:
                 try:
-                    return (yield from self._load(keys, destinations, sizes, held, request_id=request_id, wait=wait))
+                    hits, damaged = yield from self._load(
+                        keys, destinations, sizes, held, request_id=request_id, wait=wait
+                    )
                 except _LeaseInDoubt:
                     if attempt == ATTEMPTS:
                         raise
                     attempt += 1
+                    continue
+            if damaged:
+                yield from self._ignore_errors(self._report_damage(damaged))
+            return hits
+
+    def _report_damage(self, keys: Sequence[bytes]) -> Operation[None]:
+        """Reports parts that a stream has brought: its lease may have ended with it."""
+        for key in keys[:_REPORTED]:
+            found = yield from self.lookup([key], {})
+            if found.id:
+                request = message(
+                    cache_pb2.CompleteLoadRequest,
+                    session=found.session.ref,
+                    lease_id=found.id,
+                    release=True,
+                    damaged_items=[0],
+                )
+                yield from self._call(found.session, "CacheService/CompleteLoad", request)
 
     def _load(
         self,
@@ -142,48 +208,65 @@ class LoadOperations(LookupOperations, Base):
         *,
         request_id: str,
         wait: float,
-    ) -> Operation[int]:
+    ) -> Operation[tuple[int, list[bytes]]]:
+        """Returns the number of whole leading blocks, and the keys of damaged ones to report."""
         options: LookupOptions = {"request_id": request_id, "wait": wait, "slots": True}
         found = yield from self.lookup(keys, options, held=held)
         hits = found.prefix_hits
         if not hits:
             if found.id:
                 yield from self._release_granted(found, held.grant_id)
-            return 0
+            return 0, []
         load = self._load_by_stream if found.session.region is None else self._load_by_copy
         try:
-            yield from load(held, found, addresses[:hits], sizes[:hits])
+            return (yield from load(held, found, addresses[:hits], sizes[:hits]))
         except _LeaseInDoubt:
             raise
         except BaseException as error:
             yield from self._give_back(found.session, held.grant_id, error)
             raise
-        return hits
 
     def _load_by_copy(
         self, held: Held, found: LookupResult, addresses: Sequence[int], sizes: Sequence[int]
-    ) -> Operation[None]:
+    ) -> Operation[tuple[int, list[bytes]]]:
         reading = yield from self.begin_read(held, found, range(len(sizes)))
         batch = reading.batch
         if not len(batch.offsets) == len(batch.sizes) == len(sizes):
             raise ServerError(f"the server returned {len(batch.offsets)} slots for {len(sizes)} blocks")
         sources = list(map(batch.address.__add__, batch.offsets))
-        yield Copy(partial(copy_batch, addresses, sources, batch.sizes))
-        yield from self.end_read(reading.session, found.id, release=True, copied_bytes=reading.copied_bytes)
+        damaged: list[int] = []
+
+        def copy() -> None:
+            copy_batch(addresses, sources, batch.sizes)
+            self._compare(reading, addresses, damaged)
+
+        yield Copy(copy)
+        yield from self._complete_load(reading, damaged, release=True)
+        return min(damaged, default=len(sizes)), []
 
     def _load_by_stream(
         self, held: Held, found: LookupResult, addresses: Sequence[int], sizes: Sequence[int]
-    ) -> Operation[None]:
+    ) -> Operation[tuple[int, list[bytes]]]:
         session, sink = found.session, PartReceiver(addresses, sizes)
         held.use(session)
         try:
             yield from self._pull(session, found.id, range(len(sizes)), sink, complete=True)
             if not sink.completed:
-                yield from self.end_read(session, found.id, release=True)
+                request = message(cache_pb2.CompleteLoadRequest, session=session.ref, lease_id=found.id, release=True)
+                yield from self._call(session, "CacheService/CompleteLoad", request)
         except LeaseLost as error:
             if sink.broke:
                 raise _LeaseInDoubt(f"a stream broke, and its lease has ended: {error}") from error
             raise
+        hits, damaged = len(sizes), list[int]()
+        if len(found.digests) == _DIGEST_BYTES * hits and (names := self._names(session, found, range(hits), None)):
+            digests = dict(enumerate(unpack_offsets(found.digests)))
+
+            def compare() -> None:
+                damaged.extend(self._digests.damaged(session.namespace_id, names, digests, addresses, sizes))
+
+            yield Copy(compare)
+        return min(damaged, default=hits), [names[number] for number in damaged]
 
     def _pull(
         self,
@@ -217,3 +300,8 @@ class LoadOperations(LookupOperations, Base):
                 sink.end_stream()
                 if sink.missing:
                     raise ServerError("the server ended a stream before it had sent all parts")
+
+
+def _unpacked(digests: bytes, count: int) -> list[int]:
+    """Returns the digests of parts. Without them, 0 for each."""
+    return unpack_offsets(digests) if len(digests) == _DIGEST_BYTES * count else [0] * count

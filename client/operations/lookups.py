@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
@@ -44,7 +44,7 @@ class LookupOperations(SessionOperations):
         wait = options.get("wait", 0.0)
         answer = yield from self._call(session, "CacheService/BeginRequest", request, wait, grant_id=request.grant_id)
         votes = tuple(TierVote(vote.tier, OffloadPolicy(vote.policy), vote.why) for vote in answer.votes)
-        found = lookup_result(answer.lookup, request_id, keys, session)
+        found = lookup_result(answer.lookup, request_id, keys, session, self._digests.names)
         return replace(found, policy=OffloadPolicy(answer.policy), votes=votes)
 
     def lookup(
@@ -63,7 +63,7 @@ class LookupOperations(SessionOperations):
         )
         wait, request_id = options.get("wait", 0.0), options.get("request_id", "")
         answer = yield from self._call(session, "CacheService/Lookup", request, wait, grant_id=request.grant_id)
-        return lookup_result(answer, request_id, keys, session)
+        return lookup_result(answer, request_id, keys, session, self._digests.names)
 
     def prefetch(self, keys: Sequence[bytes], options: PrefetchOptions) -> Operation[Prefetched]:
         session: ClientSession = yield self._connect
@@ -102,8 +102,13 @@ class LookupOperations(SessionOperations):
 
 
 def lookup_result(
-    answer: cache_pb2.LookupResponse, request_id: str, keys: Sequence[bytes], session: ClientSession
+    answer: cache_pb2.LookupResponse,
+    request_id: str,
+    keys: Sequence[bytes],
+    session: ClientSession,
+    names: Callable[[Sequence[bytes]], Mapping[int, bytes]],
 ) -> LookupResult:
+    """`names`: see `PartDigests.names`."""
     outcome = answer.source_outcome
     return LookupResult(
         id=answer.lease_id,
@@ -113,17 +118,25 @@ def lookup_result(
         keys=keys,
         session=session,
         source_indices=answer.sources,
-        slots=_slots_of(answer, keys, session),
+        slots=_slots_of(answer, keys, session, names),
+        digests=answer.digests,
         not_retained=answer.not_retained_blocks,
         source_outcome=SourceOutcome(outcome) if outcome else SourceOutcome.NONE,
     )
 
 
-def _slots_of(answer: cache_pb2.LookupResponse, keys: Sequence[bytes], session: ClientSession) -> LeaseSlots | None:
+def _slots_of(
+    answer: cache_pb2.LookupResponse,
+    keys: Sequence[bytes],
+    session: ClientSession,
+    names: Callable[[Sequence[bytes]], Mapping[int, bytes]],
+) -> LeaseSlots | None:
     hits = answer.prefix_hits
     if not answer.slot_offsets or not 0 < hits <= len(keys) or len(answer.slot_offsets) % (hits * _OFFSET_BYTES):
         return None
-    return LeaseSlots(session.ref.epoch, bytes(map(_last, keys[:hits])), answer.slot_offsets)
+    keys = keys[:hits]
+    verified = names(keys) if session.namespace_id else {}
+    return LeaseSlots(session.ref.epoch, bytes(map(_last, keys)), answer.slot_offsets, verified)
 
 
 def lease_id_of(lease: LookupResult | int, items: Sequence[int]) -> int:

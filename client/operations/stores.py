@@ -40,6 +40,8 @@ class Writing:
     """Positions in `keys` of the blocks of the store."""
     failed: Collection[int] = ()
     """Blocks of the store that the caller could not write."""
+    has_digests: bool = False
+    """Whether the digests of the parts are recorded."""
     stream_broke: bool = False
     """Whether a stream broke, so that the store may have ended without a fault of the caller."""
 
@@ -114,6 +116,8 @@ class StoreOperations(Base):
         if sources is None:
             staged = writing.session.region is None
             sources = [batch.address + offset for offset in batch.offsets] if staged else ()
+        if writing.store_id and writing.session.region is not None and not writing.has_digests:
+            yield Copy(partial(self._record_digests, writing, [batch.address + offset for offset in batch.offsets]))
         attempt = 1
         while writing.store_id:
             try:
@@ -128,6 +132,14 @@ class StoreOperations(Base):
             attempt += 1
             kept = yield from self._prepare_again(writing)
             sources, sizes = [sources[number] for number in kept], [sizes[number] for number in kept]
+
+    def _record_digests(self, writing: Writing, addresses: Sequence[int]) -> None:
+        """Records the digests of the parts at these addresses: sources of a copy, or slots."""
+        session, batch = writing.session, writing.batch
+        assert session.region is not None
+        keys = [writing.keys[position] for position in writing.positions]
+        self._digests.record(session.region, session.namespace_id, keys, batch.offsets, addresses, batch.sizes)
+        writing.has_digests = True
 
     def _send_and_complete(self, writing: Writing, sources: Sequence[int], sizes: Sequence[int]) -> Operation[None]:
         session = writing.session
@@ -185,9 +197,8 @@ class StoreOperations(Base):
             if writing.session.region is None:
                 yield from self.end_write(writing, sources=wanted)
                 return batch.statuses
-            destinations = list(map(batch.address.__add__, batch.offsets))
             try:
-                yield Copy(partial(copy_batch, destinations, wanted, batch.sizes))
+                yield Copy(partial(self._copy, writing, wanted))
             except GeneratorExit:
                 raise  # the event loop has ended; a thread may still copy to the slots
             except BaseException as error:
@@ -195,6 +206,12 @@ class StoreOperations(Base):
                 raise
             yield from self.end_write(writing)
             return batch.statuses
+
+    def _copy(self, writing: Writing, sources: Sequence[int]) -> None:
+        """Copies parts to their slots, and records their digests."""
+        batch = writing.batch
+        copy_batch(list(map(batch.address.__add__, batch.offsets)), sources, batch.sizes)
+        self._record_digests(writing, sources)
 
     def describe(self, keys: Sequence[bytes], contents: Sequence[BlockContent]) -> Operation[bool]:
         """Sends the tokens of blocks, one call per group; returns whether the server keeps them."""

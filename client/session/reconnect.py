@@ -73,6 +73,7 @@ class ClientIdentity:
     transport: TransportName
     pin: Pin | None = None
     published: EngineAddress | None = None
+    verify_all: bool = False
 
     def __post_init__(self) -> None:
         """Raises `InvalidRequest` for an unknown transport or a value of the wrong type."""
@@ -97,6 +98,7 @@ class ClientIdentity:
             transport=transport,
             engine_address=self.published.address if self.published is not None else "",
             served_model=self.published.model if self.published is not None else "",
+            verify_all=self.verify_all,
         )
 
 
@@ -275,7 +277,7 @@ class SessionConnection(ForkGuarded):
             reason = "another host" if capabilities.HasField("region") else _NOT_SHARED
             if self._identity.transport in ("grpc", "tcp"):
                 reason = "set by the client"
-            session = ClientSession(first.session, capabilities, None, self._no_region or reason, warned=self._warned)
+            session = self._new_session(first, capabilities, None, self._no_region or reason)
             if self._no_region:
                 session.downgraded("kvtier: shared memory is not used", self._no_region)
             return session
@@ -287,14 +289,12 @@ class SessionConnection(ForkGuarded):
             if self._identity.transport == "shm":
                 # Probably the server was killed a moment ago, so another attempt can succeed.
                 raise NotConnected(f"transport shm: {error}") from error
-            session = ClientSession(first.session, capabilities, None, f"shm failed: {error}", warned=self._warned)
+            session = self._new_session(first, capabilities, None, f"shm failed: {error}")
             session.downgraded("kvtier: shared memory is not used", f"{error}")
             return session
         calls = SocketCalls(target) if capabilities.region.takes_calls else None
         is_prepared = calls is not None and calls.prepare()
-        session = ClientSession(
-            first.session, capabilities, attachment, "same host", calls if is_prepared else None, warned=self._warned
-        )
+        session = self._new_session(first, capabilities, attachment, "same host", calls if is_prepared else None)
         session.recovered("kvtier: shared memory is not used")
         if calls is not None and not is_prepared:
             session.downgraded("kvtier: calls do not use the socket", calls.refusal)
@@ -303,6 +303,24 @@ class SessionConnection(ForkGuarded):
             arguments = (attachment.region, attachment.pinning, lambda: session.ended, _refused_by(session))
             threading.Thread(target=warm_up, args=arguments, name="kvtier-warmup", daemon=True).start()
         return session
+
+    def _new_session(
+        self,
+        first: session_pb2.OpenResponse,
+        capabilities: session_pb2.CapabilitiesResponse,
+        attachment: Attachment | None,
+        reason: str,
+        calls: SocketCalls | None = None,
+    ) -> ClientSession:
+        return ClientSession(
+            first.session,
+            capabilities,
+            attachment,
+            reason,
+            calls,
+            warned=self._warned,
+            namespace_id=first.namespace_id,
+        )
 
     def _set_session(self, session: ClientSession) -> None:
         _log.info("kvtier: session open, transport %s (%s)", session.transport, session.transport_reason)

@@ -97,6 +97,7 @@ class ClientSession(ForkGuarded):
 
     Attributes:
         ref: reference to the session in calls.
+        namespace_id: the server's id of the namespace; empty if the server knows no digests.
         region: the mapped region; None without one. Use it only between `begin_use` and `end_use`.
         transport: "shm" if the region is mapped; "tcp" while streams use raw sockets; else "grpc".
         transport_reason: reason for this transport, for logs.
@@ -115,8 +116,11 @@ class ClientSession(ForkGuarded):
         transport_reason: str,
         calls: SocketCalls | None = None,
         warned: dict[Slower, str] | None = None,
+        *,
+        namespace_id: bytes = b"",
     ) -> None:
         """`warned`: causes that the client has logged, also in earlier sessions."""
+        self.namespace_id = namespace_id
         self.downgrades: dict[Slower, str] = {}
         self._warned = {} if warned is None else warned
         self.ref = ref

@@ -5,6 +5,10 @@ Copies need no system calls. The first write to a page costs most: copies run at
 4 KiB pages, but at memcpy speed into huge pages that `back` has allocated in advance. Measurements:
 `docs/decisions/0002-host-region.md`.
 
+Behind the bytes of the region is a table with a digest per page (`HostRegion.digests`). The entry
+of the first page of a slot is the digest of the part in the slot, or 0 if its writer computed none
+(`docs/decisions/0069-digests-of-parts.md`).
+
 The region is mapped with `mmap(2)` and not with Python's module `mmap`, which cannot choose the
 address. Huge pages need an aligned mapping; otherwise MADV_COLLAPSE fails with EINVAL.
 """
@@ -25,7 +29,7 @@ from typing import Self
 from .memory import available_bytes
 from .numa import place
 
-__all__ = ["HUGE_PAGE_BYTES", "PAGE_BYTES", "HostRegion", "RegionError"]
+__all__ = ["DIGEST_PAGE_BYTES", "HUGE_PAGE_BYTES", "PAGE_BYTES", "HostRegion", "RegionError"]
 
 
 def _huge_page_bytes() -> int:
@@ -40,6 +44,11 @@ PAGE_BYTES = mmap.PAGESIZE
 
 HUGE_PAGE_BYTES = _huge_page_bytes()
 """If offset and length of a chunk are multiples of this, the whole chunk can have huge pages."""
+
+DIGEST_PAGE_BYTES = 4096
+"""Bytes of the region per digest. Slots begin at multiples of this."""
+
+_DIGEST_BYTES = 8
 
 _KEEP_FREE_BYTES = 256 << 20
 """`back` refuses to allocate if the host's available memory would fall below this."""
@@ -92,9 +101,10 @@ class HostRegion:
         decides."""
         self.misplaced: OSError | None = None
         """Why `back` could not place pages on `nodes`, so the kernel placed them; else None."""
-        self.address, memory = _map(fd, size_bytes)
+        self.address, memory = _map(fd, size_bytes + _table_bytes(size_bytes))
         self._fd: int | None = fd
-        self._memory: memoryview | None = memory
+        self._memory: memoryview | None = memory[:size_bytes]
+        self._digests: memoryview | None = memory[size_bytes:].cast("Q")
 
     @classmethod
     def create(cls, size_bytes: int, name: str = "kvtier") -> HostRegion:
@@ -113,7 +123,7 @@ class HostRegion:
             raise RegionError(f"cannot create shared memory: {error}") from error
         try:
             os.fchmod(fd, 0o600)
-            os.ftruncate(fd, size_bytes)
+            os.ftruncate(fd, size_bytes + _table_bytes(size_bytes))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         except OSError as error:
             os.close(fd)
@@ -133,8 +143,8 @@ class HostRegion:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError as error:
             raise RegionError(f"descriptor {fd} is not shared memory: {error}") from error
-        if size != size_bytes or size <= 0 or size % PAGE_BYTES:
-            raise RegionError(f"the region has {size} bytes, not {size_bytes} as the server announced")
+        if size_bytes <= 0 or size_bytes % PAGE_BYTES or size != size_bytes + _table_bytes(size_bytes):
+            raise RegionError(f"the shared memory has {size} bytes, not those of the announced region of {size_bytes}")
         if not seals & fcntl.F_SEAL_SHRINK:
             raise RegionError("the region is not sealed against shrinking")
         try:
@@ -158,6 +168,16 @@ class HostRegion:
         return self._memory
 
     @property
+    def digests(self) -> memoryview:
+        """The digests of parts: writable, format 'Q', one per `DIGEST_PAGE_BYTES` of the region.
+
+        Raises `RegionError` after `close`.
+        """
+        if self._digests is None:
+            raise RegionError("the region is closed")
+        return self._digests
+
+    @property
     def closed(self) -> bool:
         return self._memory is None
 
@@ -175,7 +195,10 @@ class HostRegion:
             self._check(offset, length)
             _require_memory(length)
             self._place(offset, length)
+            first, last = self._table_range(offset, length)
             try:
+                # Without its pages, a digest in a full cgroup would end a process with SIGBUS.
+                os.posix_fallocate(self.fd, first, last - first)
                 huge = self._collapse(offset, length)
                 os.posix_fallocate(self.fd, offset, length)  # small pages for the rest
             except OSError as error:
@@ -204,11 +227,12 @@ class HostRegion:
     def close(self) -> None:
         """Releases the region's own view; the memory is unmapped with the last view. Idempotent."""
         self._fd = None
-        memory, self._memory = self._memory, None
-        if memory is not None:
+        views = self._memory, self._digests
+        self._memory = self._digests = None
+        for view in filter(None, views):
             # Fails if a buffer made from this view is in use; then the buffer keeps the mapping.
             with suppress(BufferError):
-                memory.release()
+                view.release()
 
     def __enter__(self) -> Self:
         return self
@@ -225,6 +249,12 @@ class HostRegion:
             raise RegionError(
                 f"offset {offset} and length {length} must be whole pages inside the region of {self.size_bytes} bytes"
             )
+
+    def _table_range(self, offset: int, length: int) -> tuple[int, int]:
+        """Returns begin and end, in the descriptor, of the pages with the digests of a chunk."""
+        first = offset // DIGEST_PAGE_BYTES * _DIGEST_BYTES // PAGE_BYTES * PAGE_BYTES
+        last = -(-(offset + length) // DIGEST_PAGE_BYTES) * _DIGEST_BYTES
+        return self.size_bytes + first, self.size_bytes + -(-last // PAGE_BYTES) * PAGE_BYTES
 
     def _advise(self, offset: int, length: int, advice: int) -> bool:
         return bool(_madvise(self.address + offset, length, advice) == 0)
@@ -276,6 +306,11 @@ class HostRegion:
                 return
             yield start, min(stop, end) - start
             offset = stop
+
+
+def _table_bytes(size_bytes: int) -> int:
+    """Returns the size of the digests of a region, in whole pages."""
+    return -(-size_bytes // DIGEST_PAGE_BYTES * _DIGEST_BYTES // PAGE_BYTES) * PAGE_BYTES
 
 
 def _memfd(name: str) -> int:

@@ -41,6 +41,7 @@ class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_REASON_NO_ROOM: _ClassVar[MissReason]
     MISS_REASON_RESET: _ClassVar[MissReason]
     MISS_REASON_PENDING: _ClassVar[MissReason]
+    MISS_REASON_DAMAGED: _ClassVar[MissReason]
 
 class HoldEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -78,6 +79,7 @@ MISS_REASON_LOAD_FAILED: MissReason
 MISS_REASON_NO_ROOM: MissReason
 MISS_REASON_RESET: MissReason
 MISS_REASON_PENDING: MissReason
+MISS_REASON_DAMAGED: MissReason
 HOLD_END_UNSPECIFIED: HoldEnd
 HOLD_END_RELEASED: HoldEnd
 HOLD_END_EXPIRED: HoldEnd

@@ -68,7 +68,7 @@ class Region(_message.Message):
     def __init__(self, attach_path: _Optional[str] = ..., size_bytes: _Optional[int] = ..., takes_calls: bool = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("protocol_version", "client_name", "engine_id", "rank", "namespace", "pid", "transport", "engine_address", "served_model")
+    __slots__ = ("protocol_version", "client_name", "engine_id", "rank", "namespace", "pid", "transport", "engine_address", "served_model", "verify_all")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class OpenRequest(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_ALL_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     client_name: str
     engine_id: str
@@ -87,12 +88,15 @@ class OpenRequest(_message.Message):
     transport: str
     engine_address: str
     served_model: str
-    def __init__(self, protocol_version: _Optional[int] = ..., client_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., rank: _Optional[int] = ..., namespace: _Optional[_Union[_common_pb2.Namespace, _Mapping]] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ..., engine_address: _Optional[str] = ..., served_model: _Optional[str] = ...) -> None: ...
+    verify_all: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., client_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., rank: _Optional[int] = ..., namespace: _Optional[_Union[_common_pb2.Namespace, _Mapping]] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ..., engine_address: _Optional[str] = ..., served_model: _Optional[str] = ..., verify_all: bool = ...) -> None: ...
 
 class OpenResponse(_message.Message):
-    __slots__ = ("session", "heartbeat_interval")
+    __slots__ = ("session", "heartbeat_interval", "namespace_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     heartbeat_interval: _duration_pb2.Duration
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    namespace_id: bytes
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., namespace_id: _Optional[bytes] = ...) -> None: ...

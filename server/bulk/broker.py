@@ -113,6 +113,7 @@ class BulkBroker:
         self._counters = {push: metrics.transfer("tcp", "in" if push else "out") for push in (True, False)}
         self._damaged = metrics.mismatches("grpc")
         self._streams: dict[int, _Stream] = {}
+        self._committing: set[asyncio.Task[None]] = set()
         self._send: Callable[[ToChild], None] = lambda _: None
 
     def connected(self, say: Callable[[ToChild], None]) -> None:
@@ -268,12 +269,38 @@ class BulkBroker:
         elif message.nbytes:
             self._moved(stream, message)
         self._remove(stream)
-        if not message.complete:
-            return
+        if message.complete:
+            self._answer(stream, self._commit)
+
+    def _answer(self, stream: _Stream, commit: Callable[[_Stream], bool | None]) -> None:
+        """Sends whether a stream has completed its store or load, unless the answer comes later."""
         try:
-            self._send(Committed(stream.number, self._complete(stream)))
+            if (completed := commit(stream)) is not None:
+                self._send(Committed(stream.number, completed))
         except (CoreError, Refused) as error:
             self._send(Refusal(stream.number, error.reason, str(error)))
+
+    def _commit(self, stream: _Stream) -> bool | None:
+        """As `_complete`. Returns None while a thread computes the digests of the parts."""
+        store = self._whole_store(stream) if stream.push else None
+        recording = self.writers.record_digests(store) if store is not None else None
+        if recording is None:
+            return self._complete(stream)
+        task = asyncio.get_running_loop().create_task(self._complete_later(stream, recording))
+        self._committing.add(task)
+        task.add_done_callback(self._committing.discard)
+        return None
+
+    async def _complete_later(self, stream: _Stream, recording: Awaitable[None]) -> None:
+        await recording
+        self._answer(stream, self._complete)
+
+    def _whole_store(self, stream: _Stream) -> Store | None:
+        """Returns the store of a stream if all its bytes have arrived, and it is not long."""
+        store = self._core.store(self._sessions.find(stream.ref).core, StoreId(stream.target))
+        if self.writers.busy(stream.target) or len(store.blocks) > _COMPLETED_BLOCKS:
+            return None
+        return store if store.received.covers(0, sum(block.part_bytes for block in store.blocks)) else None
 
     def _complete(self, stream: _Stream) -> bool:
         """Completes a store or load; returns False if the client must complete the store.
@@ -283,10 +310,7 @@ class BulkBroker:
         """
         session = self._sessions.find(stream.ref).core
         if stream.push:
-            store = self._core.store(session, StoreId(stream.target))
-            if self.writers.busy(stream.target) or len(store.blocks) > _COMPLETED_BLOCKS:
-                return False
-            if not store.received.covers(0, sum(block.part_bytes for block in store.blocks)):
+            if self._whole_store(stream) is None:
                 return False
             try:
                 run_to_end(self._core.complete_store(session, StoreId(stream.target), slice_blocks=_COMPLETED_BLOCKS))

@@ -38,6 +38,7 @@ _WHY = {
     "load_failed": "a tier had the blocks, but the load failed",
     "no_room": "a tier has the blocks, but every slot of the CPU tier was in use",
     "reset": "the CPU tier was reset",
+    "damaged": "the bytes in memory did not match their digest, so the server removed the blocks",
     "pending": "a store of the blocks was still running when the claim stopped waiting, or the lookup's lease had ended",
 }
 

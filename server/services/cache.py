@@ -13,6 +13,7 @@ import msgspec
 from ...protos.v1 import cache_pb2, cache_pb2_grpc
 from ...protos.wire.packed_keys import pack_offsets
 from ...tiers.core.call_specs import LookupSpec, StoreSpec
+from ...tiers.core.in_flight_stores import Store
 from ...tiers.core.leases import BlockLease
 from ...tiers.errors import CoreError, LeaseNotFound, StoreNotFound
 from ...tiers.secondary_tier import RequestInfo, TierFilter
@@ -43,15 +44,20 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         sessions: SessionRegistry,
         validator: RequestValidator,
         end_writers: Callable[[int], Awaitable[None]],
+        record_digests: Callable[[Store], Awaitable[None] | None],
         long_calls: LongCalls,
         sources: PeerSources,
     ) -> None:
-        """`end_writers` ends all streams that write to a store. It returns when they have ended."""
+        """`end_writers` ends all streams that write to a store. It returns when they have ended.
+
+        `record_digests`: see `Writers`.
+        """
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
         self._validator = validator
         self._end_writers = end_writers
+        self._record_digests = record_digests
         self._long_calls = long_calls
         self._sources = sources
         self._has_shared_tiers = any(tier.shared for tier in runtime.tiers)
@@ -130,7 +136,10 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         slots, sizes = await self._long_calls.read(
             session, LeaseId(request.lease_id), request.items, counted=bool(session.writers)
         )
-        return cache_pb2.PrepareLoadResponse(slot_offsets=pack_offsets(slots), part_sizes_bytes=pack_offsets(sizes))
+        digests = b"" if session.writers else pack_offsets(await self._long_calls.digests(session, slots))
+        return cache_pb2.PrepareLoadResponse(
+            slot_offsets=pack_offsets(slots), part_sizes_bytes=pack_offsets(sizes), digests=digests
+        )
 
     async def CompleteLoad(
         self, request: cache_pb2.CompleteLoadRequest, context: grpc.aio.ServicerContext
@@ -141,6 +150,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             raise LeaseNotFound(f"lease {lease.id} has expired")
         if session.writers:  # other clients cannot copy
             lease.copied(request.copied_bytes, session.namespace.world_size * max(session.namespace.part_bytes))
+        if request.damaged_items:
+            await self._long_calls.verify(session, lease, request.damaged_items)
         if request.release:
             self._core.release(session, lease.id)
             self._runtime.run_commands()
@@ -175,6 +186,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         )
         store = self._core.prepare_store(session, keys, options, now=self._runtime.now())
         answer = await self._long_calls.run(session, store)
+        await self._long_calls.clear_digests(session, answer.slots)
         return cache_pb2.PrepareStoreResponse(
             store_id=answer.store_id or 0,
             statuses=answer.statuses,
@@ -218,8 +230,11 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         """
         await self._end_streams(session, store_id)
         try:
+            store = self._core.store(session, store_id)
             if failed is None:
-                failed = range(len(self._core.store(session, store_id).blocks))
+                failed = range(len(store.blocks))
+            elif store.is_streamed and (recording := self._record_digests(store)) is not None:
+                await recording
             unreceived = await self._long_calls.complete_store(session, store_id, failed)
         except StoreNotFound:
             self._core.writer_done(session, store_id)
@@ -332,14 +347,17 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         if found.lease is not None and found.lease.pending and remaining > 0:
             found = replace(found, lease=await self._wait_ready(session, found.lease, remaining))
         # The slots are those of these hits. Until they are read, other blocks may become ready.
-        statuses, slots = found.statuses(), b""
-        # Clients without the region could not use slots, so they learn none.
-        if found.lease is not None and request.want_slots and session.writers:
+        statuses, slots, digests = found.statuses(), b"", b""
+        if found.lease is not None and request.want_slots:
             read = await self._read_slots(session, found.lease, _leading_hits(statuses))
             if read is None:
                 found = replace(found, lease=None)
                 statuses = found.statuses()
-            slots = read or b""
+            elif session.writers:
+                slots = pack_offsets(read)
+            elif session.rank is not None or session.namespace.world_size == 1:
+                # Clients without the region could not use slots, so they learn none.
+                digests = pack_offsets(await self._long_calls.digests(session, read))
         lease = found.lease
         if lease is None:
             return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(keys)), source_outcome=located.outcome)
@@ -352,18 +370,19 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             not_retained_blocks=found.not_retained,
             source_outcome=located.outcome,
             slot_offsets=slots,
+            digests=digests,
         )
 
-    async def _read_slots(self, session: EngineSession, lease: BlockLease, hits: int) -> bytes | None:
-        """Returns the slots for the answer of a lookup: empty if there are too many.
+    async def _read_slots(self, session: EngineSession, lease: BlockLease, hits: int) -> list[int] | None:
+        """Returns the slots for the answer of a lookup: none if there are too many.
 
         Returns None if the lease has ended. If this fails, the lease ends.
         """
         ranks = 1 if session.rank is not None else session.namespace.world_size
         if hits * ranks > _MAX_SLOTS:
-            return b""
+            return []
         try:
-            return pack_offsets(await self._long_calls.slots(session, lease.id, hits))
+            return await self._long_calls.slots(session, lease.id, hits)
         except LeaseNotFound:
             self._core.take_back_hits(lease, MissReason.PENDING)
             return None

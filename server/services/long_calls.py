@@ -13,6 +13,7 @@ from ...protos.v1 import common_pb2
 from ...protos.wire.packed_keys import count_keys, unpack_keys
 from ...tiers.core.commands import Change, Waiter
 from ...tiers.core.in_flight_stores import STORE_SLICE
+from ...tiers.core.leases import BlockLease
 from ...tiers.core.operations import Operation
 from ...tiers.errors import LeaseNotFound
 from ...tiers.types import EngineSession, LeaseId, StoreId
@@ -36,6 +37,11 @@ _READ_SLICE = 1024
 """To read the slot of a block takes 0.3 µs."""
 _RETRY_SECONDS = 0.005
 """Shortest time between two attempts of a lookup that waits for room."""
+_CLEAR_SLICE = 8192
+"""Slots per slice: 0.1 µs each."""
+_MAX_VERIFIED_BYTES = 256 << 20
+"""Limit of the bytes that the server reads after a report of damage: 20 ms on a thread."""
+_REST = 10
 _UNPIN_SLICE = 8192
 """Blocks of released leases per slice: 0.1 µs per block."""
 _LEASE_COST = 16
@@ -49,6 +55,8 @@ class LongCalls:
         self._sessions = sessions
         self.scheduler = self._scheduler = scheduler
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._verifying: set[str] = set()
+        """Tenants whose report of damage is being verified."""
         self._waiting: Counter[str] = Counter()
         """Number of calls per tenant that each change wakes."""
 
@@ -168,6 +176,47 @@ class LongCalls:
                 await self._scheduler.turn(session)
             slots += self._core.lease(session, lease_id).slots(part, session.rank)
         return slots
+
+    async def clear_digests(self, session: EngineSession, offsets: Sequence[int]) -> None:
+        """Clears the digests of slots that a client is about to fill."""
+        for part in slices_of(offsets, _CLEAR_SLICE):
+            if len(part) < len(offsets):
+                await self._scheduler.turn(session)
+            self._runtime.digests.clear(part)
+
+    async def digests(self, session: EngineSession, offsets: Sequence[int]) -> list[int]:
+        """Returns the digests of the parts in slots; 0 for none."""
+        found: list[int] = []
+        for part in slices_of(offsets, _CLEAR_SLICE):
+            if len(part) < len(offsets):
+                await self._scheduler.turn(session)
+            found += self._runtime.digests.of(part)
+        return found
+
+    async def verify(self, session: EngineSession, lease: BlockLease, items: Sequence[int]) -> None:
+        """Compares the digests of blocks that a client has found damaged; removes damaged blocks.
+
+        Of a long report, only the first blocks are verified. A tenant's report is ignored while
+        another one is verified, and for `_REST` times as long afterwards, because each takes the
+        processor. The next load reports what is left again.
+        """
+        if session.tenant in self._verifying:
+            return
+        rank, items = session.own_rank(), list(dict.fromkeys(items))
+        most = max(1, _MAX_VERIFIED_BYTES // max(session.namespace.part_bytes))
+        blocks = [block for block in lease.blocks(items) if block is not None and block.ready][:most]
+        self._verifying.add(session.tenant)
+        began = self._runtime.now()
+        lease.readers += 1
+        try:
+            damaged = await asyncio.to_thread(self._runtime.digests.damaged, blocks, rank)
+            name = self._sessions.name_of(session.id)
+            self._runtime.remove_damaged([blocks[number] for number in damaged], name)
+        finally:
+            seconds = self._runtime.now() - began
+            asyncio.get_running_loop().call_later(_REST * seconds, self._verifying.discard, session.tenant)
+            self._core.end_reader(lease)
+            self._runtime.run_commands()
 
     async def read_store(self, session: EngineSession, store_id: StoreId) -> tuple[list[int], list[int]]:
         """Returns slots and sizes of the parts of a store. Raises StoreNotFound, NotOwner."""

@@ -72,15 +72,20 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         log = _log.bind(client=session.client_name, engine=session.core.engine_id, rank=session.core.rank)
         log.info("session opened", pid=session.pid, transport=session.transport, model=session.model)
         interval = self._config.sessions.heartbeat_interval
-        heartbeat = session_pb2.OpenResponse(session=session.ref, heartbeat_interval=duration_of(interval))
+        namespace_id = session.core.namespace.id
+        heartbeat = session_pb2.OpenResponse(
+            session=session.ref, heartbeat_interval=duration_of(interval), namespace_id=namespace_id
+        )
+        whole = self._runtime.digests.all_of(namespace_id) if request.verify_all else contextlib.nullcontext()
         try:
-            while not self._sessions.ended.is_set():
-                if session.revoked:
-                    raise Refused("UNAUTHENTICATED", "the credentials of this session are not valid any more")
-                yield heartbeat
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._sessions.ended.wait(), interval)
-            raise Refused("DRAINING", "the server is shutting down")
+            with whole:
+                while not self._sessions.ended.is_set():
+                    if session.revoked:
+                        raise Refused("UNAUTHENTICATED", "the credentials of this session are not valid any more")
+                    yield heartbeat
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._sessions.ended.wait(), interval)
+                raise Refused("DRAINING", "the server is shutting down")
         finally:
             self._sessions.close(session)
             log.info("session closed", seconds=round(self._runtime.now() - session.opened_at, 3))

@@ -145,7 +145,7 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
             "checksum_mismatches",
             "frames or blocks",
             "where",
-            "Checksum mismatches of blocks (`where` is a tier) or of streamed frames (`where` is `grpc`).",
+            "Checksum mismatches of blocks (`where` is a tier; `cpu`: in memory) or of streamed frames (`where` is `grpc`).",
         ),
     ),
     "Tenants and namespaces": (

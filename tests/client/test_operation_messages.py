@@ -469,7 +469,7 @@ def test_items_of_a_lease_are_read(*, named: bool) -> None:
     lease: Any = 5
     if named:
         lookup = cache_pb2.LookupResponse(statuses=bytes([KeyStatus.HIT] * 2), lease_id=5)
-        lease = lookup_result(lookup, "r", KEYS, script.session)
+        lease = lookup_result(lookup, "r", KEYS, script.session, lambda _: {})
 
     def send(pull: Pull) -> None:
         assert pull.timeout == TIMEOUTS.transfer
@@ -482,7 +482,7 @@ def test_items_of_a_lease_are_read(*, named: bool) -> None:
     with script.operations.held() as held:
         reading = script.perform(script.operations.begin_read(held, lease, [1, 0]), answer, send)
         assert [bytes(view) for view in reading.batch.views()] == [bytes([1] * PART), bytes([2] * PART)]
-        ending = script.operations.end_read(reading.session, reading.lease_id, release=True)
+        ending = script.operations.end_read(reading, release=True)
         script.perform(ending, cache_pb2.CompleteLoadResponse())
     prepare, pull, complete = (each.request for each in script.effects)
     session = script.session.ref

@@ -76,7 +76,10 @@ class Calls:
 
         self.long_calls = LongCalls(runtime, self.registry, SliceScheduler(self.registry))
         sources = no_sources(runtime, self.long_calls)
-        self.service: Any = CacheService(runtime, self.registry, self.validator, end_writers, self.long_calls, sources)
+        record = Writers(runtime).record_digests
+        self.service: Any = CacheService(
+            runtime, self.registry, self.validator, end_writers, record, self.long_calls, sources
+        )
 
     def store(self, keys: Sequence[bytes]) -> StoreId:
         """Begins a store, so that the keys are pending."""

@@ -18,6 +18,7 @@ __all__ = ["FAULTS", "related_tests"]
 FAULTS = (*ADAPTER_FAULTS, *CLIENT_FAULTS, *SERVER_FAULTS, *STORAGE_FAULTS)
 
 _ADAPTERS = "tests/client/engines/vllm_adapters/test_vllm_"
+_DAMAGE = "tests/server/test_damaged_memory.py"
 
 
 def _adapter_tests(*names: str) -> tuple[str, ...]:
@@ -59,14 +60,15 @@ _RELATED: Mapping[str, tuple[str, ...]] = {
     "cuda/host/": ("tests/cuda/host",),
     "protos/": ("tests/protos", "tests/server/bad_input"),
     "server/auth/": ("tests/server/auth",),
-    "server/bulk/": ("tests/server/bulk", "tests/server/auth/test_roles.py"),
+    "server/bulk/": ("tests/server/bulk", "tests/server/auth/test_roles.py", _DAMAGE),
     "server/config/": ("tests/server/config",),
     "server/devices/": ("tests/server/devices", "tests/cuda/device"),
     "server/events/": ("tests/server/events", "tests/server/services/test_events.py"),
+    "server/region_digests.py": ("tests/server/test_region_digests.py", _DAMAGE),
     "server/rpc/": ("tests/server/rpc", "tests/server/bad_input", "tests/server/auth"),
     "server/rpc/attach_socket.py": ("tests/server/rpc/test_listening_sockets.py", "tests/server/test_dead_clients.py"),
     "server/rpc/own_copies.py": ("tests/server/bulk",),
-    "server/services/": ("tests/server/services", "tests/server/bad_input", "tests/client/test_client.py"),
+    "server/services/": ("tests/server/services", "tests/server/bad_input", "tests/client/test_client.py", _DAMAGE),
     "server/services/devices.py": ("tests/cuda/device",),
     "server/telemetry/": ("tests/server/telemetry",),
     "server/tier_host/": ("tests/server/tier_host",),

@@ -19,7 +19,63 @@ _WORKER = "server/devices/copy_worker.py"
 _WORKER_CLIENT = "server/devices/copy_worker_client.py"
 _REGISTRY = "server/devices/registry.py"
 
+_DIGESTS = "server/region_digests.py"
+
 SERVER_FAULTS = (
+    Fault(
+        "granted slots keep the digests of earlier blocks",
+        _CACHE,
+        "        await self._long_calls.clear_digests(session, answer.slots)\n",
+        "",
+    ),
+    Fault(
+        "a client is believed that intact blocks are damaged",
+        "server/services/long_calls.py",
+        "self._runtime.remove_damaged([blocks[number] for number in damaged], name)",
+        "self._runtime.remove_damaged(blocks, name)",
+    ),
+    Fault(
+        "a reported block is not removed",
+        "server/services/long_calls.py",
+        "            self._runtime.remove_damaged([blocks[number] for number in damaged], name)\n",
+        "",
+    ),
+    Fault(
+        "parts of streams have no digest",
+        _BROKER,
+        "recording = self.writers.record_digests(store) if store is not None else None",
+        "recording = None",
+    ),
+    Fault(
+        "tiers get damaged blocks",
+        _DIGESTS,
+        "            damaged.update(self._digests.damaged(blocks))\n",
+        "",
+    ),
+    Fault(
+        "damaged blocks that a tier did not get stay in memory",
+        _DIGESTS,
+        "            self._remove_damaged([blocks[number] for number in damaged], worker.tier.name)\n",
+        "",
+    ),
+    Fault(
+        "the outcomes of a store beside a damaged block are those of other blocks",
+        _DIGESTS,
+        "            if damaged:\n                left = iter(outcomes)\n",
+        "            if False:\n                left = iter(outcomes)\n",
+    ),
+    Fault(
+        "loaded parts have no digest",
+        _DIGESTS,
+        "                self._digests.record(done)\n",
+        "                pass\n",
+    ),
+    Fault(
+        "clients without the region get no digests",
+        _CACHE,
+        "                digests = pack_offsets(await self._long_calls.digests(session, read))\n",
+        "                pass\n",
+    ),
     Fault(
         "a load under an expired lease is confirmed",
         _CACHE,
@@ -281,8 +337,8 @@ SERVER_FAULTS = (
     Fault(
         "a store is completed while another stream writes",
         _BROKER,
-        "            if self.writers.busy(stream.target) or len(",
-        "            if len(",
+        "        if self.writers.busy(stream.target) or len(",
+        "        if len(",
     ),
     Fault("streams do not count as calls", _BROKER, "            self._sessions.count_call(opened)\n", ""),
     Fault(

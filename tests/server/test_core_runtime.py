@@ -167,7 +167,8 @@ async def test_finished_jobs_are_processed_before_an_eviction(runtime: TierRunti
     registry: Any = SimpleNamespace(refuse_if_draining=lambda: None, get=lambda _: session)
     validator = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
     long_calls = LongCalls(runtime, registry, SliceScheduler(registry))
-    service = CacheService(runtime, registry, validator, pytest.fail, long_calls, no_sources(runtime, long_calls))
+    sources = no_sources(runtime, long_calls)
+    service = CacheService(runtime, registry, validator, pytest.fail, pytest.fail, long_calls, sources)
     answer = await service.PrepareStore(PrepareStoreRequest(keys=pack_keys(keys(200, 1))), SimpleNamespace())  # type: ignore[arg-type]
     assert answer.statuses == bytes([StoreStatus.GRANTED])
 

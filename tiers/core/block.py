@@ -10,7 +10,7 @@ from ..types import HOLD_ONLY_KEY_PREFIX, NamespaceSpec
 
 if TYPE_CHECKING:
     from ..eviction.queues import EvictionQueue
-    from ..types import MissReason
+    from ..types import MissReason, StoreOrigin
 
 
 __all__ = [
@@ -47,6 +47,7 @@ class Block:
         "leases",
         "namespace",
         "namespace_index",
+        "origin",
         "part_bytes",
         "pins",
         "policy_node",
@@ -102,6 +103,8 @@ class Block:
         """Whether the block is in a job of a stalled tier."""
         self.last_use = 0
         """Logical time of the last store or lookup."""
+        self.origin: StoreOrigin | None = None
+        """The last store of a part; None if a tier has loaded the block."""
         self.retain_until = 0.0
         """Time until which clients want the block retained, in seconds of the core's clock. All
         tiers use this time."""
@@ -139,6 +142,7 @@ class Block:
         self.written = (1 << len(self.slots)) - 1
         self.ready = True
         self.promoting = False
+        self.origin = None
 
     def fill_slots(self, offsets: Iterator[int]) -> None:
         """Gives the parts without a slot the next offsets, as far as there are any."""

@@ -352,13 +352,16 @@ class CpuTier:
         self.evictions += len(blocks)
 
     def _evict_pinned(self, blocks: Sequence[Block]) -> None:
-        """Evicts ready blocks whose slots stay in use until their last pin ends."""
         for block in blocks:
-            self._history.record(block.namespace, block.key, block.skip_reason or MissReason.EVICTED)
-            if self._events.is_on:
-                self._events.removed(block.namespace, block.key)
-            self.unlink(block)
+            self.discard(block, block.skip_reason or MissReason.EVICTED)
         self.evictions += len(blocks)
+
+    def discard(self, block: Block, reason: MissReason) -> None:
+        """Removes a ready block from the index. Its slots stay in use until its last pin ends."""
+        self._history.record(block.namespace, block.key, reason)
+        if self._events.is_on:
+            self._events.removed(block.namespace, block.key)
+        self.unlink(block)
 
     def stats(self, name: str, capacity_bytes: int, *, hits: int, misses: int) -> TierStats:
         return TierStats(

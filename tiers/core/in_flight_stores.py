@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import InvalidItem, LimitExceeded, NotOwner, StoreNotFound
-from ..types import EngineKey, EngineSession, Owner, StoreAnswer, StoreId, tenant_of
+from ..types import EngineKey, EngineSession, Owner, StoreAnswer, StoreId, StoreOrigin, tenant_of
 from .block import Block
 from .byte_ranges import MAX_GAPS, ByteRanges
 from .call_specs import StoreSpec
@@ -59,6 +59,10 @@ class Store:
     """Connections that could write to the slots when the store was closed. Those that have ended
     are removed before the quarantine begins."""
     _completed_bytes: int = 0
+
+    @property
+    def origin(self) -> StoreOrigin:
+        return StoreOrigin(self.owner.engine[1], self.owner.request_id, self.begun_at)
 
     def receive(self, start: int, end: int) -> bool:
         """Records bytes that the server has written. Returns False if there are too many gaps."""

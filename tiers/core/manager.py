@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterable, Sequence
 from ..errors import InvalidNamespace, UnknownSession
 from ..secondary_tier import NamespaceId, Outcome, RequestInfo
 from ..stats.request_log import RequestRecord
-from ..types import EngineSession, JobId, LeaseId, NamespaceSpec, Negotiation, Owner, StoreAnswer, StoreId
+from ..types import EngineSession, JobId, LeaseId, MissReason, NamespaceSpec, Negotiation, Owner, StoreAnswer, StoreId
+from .block import Block
 from .bulk_eviction import Eviction, EvictionRequest
 from .call_specs import LookupSpec, StoreSpec
 from .commands import Command
@@ -276,6 +277,22 @@ class TierManager(CoreParts):
     def entries_lost(self, tier: int, names: Iterable[tuple[NamespaceId, bytes]]) -> None:
         """Drops the entries of damaged blocks that the tier at this position has quarantined."""
         self._tier_jobs.lost(tier, names)
+
+    def remove_damaged(self, blocks: Iterable[Block]) -> list[Block]:
+        """Removes blocks of the CPU tier whose bytes do not match their digests, if they are ready.
+
+        Leases, holds and jobs keep their pins; who reads the block compares the digest, too. Tiers
+        keep their blocks, because bytes are compared before a tier stores them. Returns the removed
+        blocks.
+        """
+        found = [block for block in blocks if block.ready and self._cpu_tier.contains(block)]
+        for block in found:
+            block.skip_reason = None
+            if block.pins:
+                self._cpu_tier.discard(block, MissReason.DAMAGED)
+            else:
+                self._cpu_tier.drop([block], MissReason.DAMAGED)
+        return found
 
     def tier_stalled(self, tier: int, *, stalled: bool) -> None:
         """Called when a job of the tier at this position takes too long, and when the job returns.

@@ -250,7 +250,7 @@ class StoreHandler:
         if not store.blocks:
             self.table.end(store)
             self._unpin(self._take_others(store))
-        written = []
+        written, origin = [], store.origin
         for number, block in enumerate(blocks, start=first):
             block.writers -= 1
             if number in missing or block.namespace_index.invalidated:
@@ -258,6 +258,7 @@ class StoreHandler:
                 self._cpu_tier.release([self._cpu_tier.detach_slot(block, store.rank)])
                 continue
             self._cpu_tier.stored_bytes += block.part_bytes
+            block.origin = origin
             written.append(block)
         complete = parts_written(written, store.rank)
         self._cpu_tier.became_ready(complete)

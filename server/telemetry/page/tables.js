@@ -16,6 +16,7 @@ const WHY = {
   no_room: "in a tier, but every slot of the CPU tier was in use",
   reset: "removed by a reset of the CPU tier",
   pending: "not loaded before the wait ended",
+  damaged: "removed, because the bytes in memory did not match their digest",
 };
 
 const number = (name, label, value) => ({ name, label, num: true, text: (row) => count(value(row)), raw: value });

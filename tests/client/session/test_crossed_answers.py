@@ -191,9 +191,9 @@ def test_a_second_answer_to_a_call(peer: Callable[..., SocketTarget], *, in_loop
 
 @contextlib.contextmanager
 def memory_file() -> Iterator[int]:
-    """Returns the descriptor of a sealed file in memory, of one page."""
+    """Returns the descriptor of a sealed file in memory: a region of one page, and its digests."""
     descriptor = os.memfd_create("region", os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, mmap.PAGESIZE)
+    os.ftruncate(descriptor, 2 * mmap.PAGESIZE)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     yield descriptor
     os.close(descriptor)

@@ -17,9 +17,11 @@ import pytest
 
 from kvtier.cuda.host import region as region_module
 from kvtier.cuda.host.memory import available_bytes, tune_malloc
-from kvtier.cuda.host.region import HUGE_PAGE_BYTES, PAGE_BYTES, HostRegion, RegionError
+from kvtier.cuda.host.region import DIGEST_PAGE_BYTES, HUGE_PAGE_BYTES, PAGE_BYTES, HostRegion, RegionError
 
 SIZE = 2 * HUGE_PAGE_BYTES
+TABLE = SIZE // DIGEST_PAGE_BYTES * 8
+"""Bytes of the digests behind the region."""
 
 
 @pytest.fixture
@@ -98,6 +100,20 @@ def test_attaching_in_another_process(region: HostRegion) -> None:
     assert bytes(region.memory[:6]) == b"abcabc"
 
 
+def test_digests_are_behind_the_region(region: HostRegion) -> None:
+    """One per page; they share no byte with the region, and `back` allocates their pages."""
+    with HostRegion.attach(region.fd, SIZE) as other:
+        assert len(other.digests) == SIZE // DIGEST_PAGE_BYTES
+        region.digests[0], region.digests[-1] = 1, 2**64 - 1
+        assert (other.digests[0], other.digests[1], other.digests[-1]) == (1, 0, 2**64 - 1)
+        assert not any(region.memory)
+        other.memory[SIZE - 1] = 7
+        assert other.digests[0] == 1
+    region.close()
+    with pytest.raises(RegionError, match="closed"):
+        _ = region.digests
+
+
 def test_attach_checks_the_size(region: HostRegion) -> None:
     with pytest.raises(RegionError, match="announced"):
         HostRegion.attach(region.fd, SIZE - PAGE_BYTES)
@@ -108,7 +124,7 @@ def test_attach_checks_the_seal(seals: int) -> None:
     """A descriptor that its owner could shrink is not mapped."""
     fd = os.memfd_create("kvtier-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, SIZE)
+        os.ftruncate(fd, SIZE + TABLE)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         with pytest.raises(RegionError, match="sealed"):
             HostRegion.attach(fd, SIZE)
@@ -134,9 +150,9 @@ def test_back_allocates_zeroed_pages(region: HostRegion) -> None:
     before = os.fstat(region.fd).st_blocks * 512
     assert before < HUGE_PAGE_BYTES
     region.back(0, HUGE_PAGE_BYTES)
-    assert os.fstat(region.fd).st_blocks * 512 == before + HUGE_PAGE_BYTES
+    assert os.fstat(region.fd).st_blocks * 512 == before + HUGE_PAGE_BYTES + TABLE // 2
     region.back(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)
-    assert os.fstat(region.fd).st_blocks * 512 == SIZE
+    assert os.fstat(region.fd).st_blocks * 512 == SIZE + TABLE
     assert region.backed_bytes == SIZE
     assert bytes(region.memory[:HUGE_PAGE_BYTES]) == bytes(HUGE_PAGE_BYTES)
     assert bytes(region.memory[HUGE_PAGE_BYTES:]) == b"kept".ljust(HUGE_PAGE_BYTES, b"\0")
@@ -155,7 +171,7 @@ def test_back_without_huge_pages(region: HostRegion, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(region_module, "_MADV_COLLAPSE", 9999)
     region.back(0, SIZE)
     assert region.huge_bytes == 0
-    assert os.fstat(region.fd).st_blocks * 512 == SIZE
+    assert os.fstat(region.fd).st_blocks * 512 == SIZE + TABLE
 
 
 def test_back_of_odd_chunks(region: HostRegion) -> None:
@@ -163,7 +179,7 @@ def test_back_of_odd_chunks(region: HostRegion) -> None:
     region.back(PAGE_BYTES, SIZE - 2 * PAGE_BYTES)
     region.back(0, PAGE_BYTES)
     region.back(SIZE - PAGE_BYTES, PAGE_BYTES)
-    assert os.fstat(region.fd).st_blocks * 512 == SIZE
+    assert os.fstat(region.fd).st_blocks * 512 == SIZE + TABLE
 
 
 @pytest.mark.parametrize(
@@ -187,7 +203,7 @@ def test_populate_skips_unbacked_pages(region: HostRegion) -> None:
     region.back(0, HUGE_PAGE_BYTES)
     with HostRegion.attach(region.fd, SIZE) as other:
         assert other.populate(0, SIZE) == HUGE_PAGE_BYTES
-    assert os.fstat(region.fd).st_blocks * 512 == HUGE_PAGE_BYTES
+    assert os.fstat(region.fd).st_blocks * 512 == HUGE_PAGE_BYTES + TABLE // 2
 
 
 def test_populate_maps_the_pages_behind_a_hole(region: HostRegion) -> None:

@@ -737,7 +737,7 @@ def test_a_stream_that_ends_before_its_grant_gets_no_slots(end: str, *, push: bo
                 calls.registry_ended = True
                 broker.end_streams_of_session(b"s")
             elif end == "target" and push:
-                await calls.complete(begin.target, [])
+                run_to_end(core.complete_store(calls.session, StoreId(begin.target)))
             elif end == "target":
                 core.release(calls.session, LeaseId(begin.target))
             await asyncio.wait([stream.granting])

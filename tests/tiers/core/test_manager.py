@@ -47,6 +47,7 @@ EVENTS = [
     "region_unmapped",
     "release",
     "release_hold",
+    "remove_damaged",
     "renew",
     "renew_hold",
     "renew_store",

@@ -47,6 +47,20 @@ MUTANTS = (
         "            del extent.free[-number + 1 or 1 :]\n",
     ),
     Mutant(
+        "readers find damaged blocks that are pinned",
+        Invariant.DAMAGE,
+        "core/manager.py",
+        "self._cpu_tier.discard(block, MissReason.DAMAGED)",
+        "pass",
+    ),
+    Mutant(
+        "damaged blocks are dropped though pinned",
+        Invariant.PINS,
+        "core/manager.py",
+        "self._cpu_tier.discard(block, MissReason.DAMAGED)",
+        "self._cpu_tier.drop([block], MissReason.DAMAGED)",
+    ),
+    Mutant(
         "a leased block is evicted",
         Invariant.PINS,
         "core/victim_selection.py",
@@ -778,8 +792,8 @@ MUTANTS = (
         "a completion leaves the pins of blocks without a slot",
         Invariant.PINS,
         "core/stores.py",
-        "            self._unpin(self._take_others(store))\n        written = []",
-        "            self._take_others(store)\n        written = []",
+        "            self._unpin(self._take_others(store))\n        written, origin",
+        "            self._take_others(store)\n        written, origin",
     ),
     Mutant(
         "a store ends during its completion",

@@ -47,6 +47,7 @@ class Environment:
             self.hang: 0.25,
             self.recover: 0.5,
             self.lose_a_block: 0.3,
+            self.find_damage: 0.3,
             self.add_memory: 1,
             self.tick: 1.5,
             self.outlast_pins: 8,
@@ -235,6 +236,24 @@ class Environment:
                 tier.remove([name])
                 self.world.lost.add((tier.name, name))
                 self.world.saw("blocks lost by a tier")
+
+    def find_damage(self) -> None:
+        """Blocks of the CPU tier turn out to be damaged: pinned or not, ready or not."""
+        blocks = list(self.world.core_view.blocks)
+        if not blocks:
+            return
+        named = self.rng.sample(blocks, self.rng.randint(1, min(4, len(blocks))))
+        there = [b for b in named if b.ready and inside.block(self.world.core, *b.name) is b]
+        self.world.deleted = {block.name for block in there}
+        pinned = [block for block in there if block.pins]
+        held = [set(tier) for tier in self.world.core_view.held]
+        removed = self.world.core.remove_damaged(named)
+        left = [block for block in there if inside.block(self.world.core, *block.name) is block]
+        self.world.must(Invariant.DAMAGE, removed == there, f"{there} were damaged, {removed} are removed")
+        self.world.must(Invariant.DAMAGE, not left, f"{left} are damaged, and readers still find them")
+        self.world.must(Invariant.DAMAGE, held == inside.CoreView(self.world.core).held, "tiers lost their blocks")
+        self.world.saw("damaged blocks", bool(there))
+        self.world.saw("damaged blocks with pins", bool(pinned))
 
     def add_memory(self) -> None:
         """A further part of the region is backed."""

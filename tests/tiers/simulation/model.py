@@ -59,6 +59,8 @@ Name = tuple[NamespaceId, bytes]
 
 EXERCISED = (
     "blocks lost by a tier",
+    "damaged blocks",
+    "damaged blocks with pins",
     "blocks of other servers found",
     "blocks evicted by a shared store",
     "blocks evicted by a shared store",
@@ -214,6 +216,7 @@ class Invariant(enum.StrEnum):
     WAITERS = "waiting calls are answered"
     REFUSALS = "refused calls change nothing"
     DURABLE = "durable blocks are in a tier"
+    DAMAGE = "readers do not find damaged blocks"
     LINE = "eviction queues have all evictable blocks"
     QUOTAS = "no tenant loses blocks within its quota"
     RETAINED = "retained blocks stay"
