@@ -104,7 +104,7 @@ def test_one_damaged_part_of_any_rank(region: HostRegion) -> None:
 
 @pytest.mark.parametrize("outcomes", [None, [Outcome.NO_SPACE, Outcome.DONE], [Outcome.FAILED] * 4, []])
 def test_a_store_leaves_damaged_blocks_out(region: HostRegion, outcomes: list[Outcome] | None) -> None:
-    """The tier's outcomes are those of the others; a failed job may have one per block of the job."""
+    """The tier's outcomes are those of the others. A failed job has one per block of the job."""
     digests, blocks = RegionDigests(region), blocks_in(region, 4)
     removed: list[tuple[list[Block], str]] = []
     jobs = RegionJobs(region, digests, lambda damaged, who: removed.append((list(damaged), who)))
