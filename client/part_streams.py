@@ -12,6 +12,7 @@ import xxhash
 
 from ..cuda.host.socket_io import views_of
 from ..protos.v1 import common_pb2, transfer_pb2
+from ..protos.wire.packed_keys import unpack_offsets
 from ..protos.wire.part_sequence import PartSequence
 from ..protos.wire.socket_frames import DataHead
 from .errors import ChecksumMismatch, KVTierError, LimitExceeded, NotConnected, ServerError, SessionLost
@@ -19,6 +20,7 @@ from .session.session import ClientSession
 
 __all__ = ["ATTEMPTS", "PartReceiver", "PartSender", "is_retryable"]
 
+_DIGEST_BYTES = 8
 ATTEMPTS = 3
 """Maximum number of streams per transfer; a retry transfers only the missing bytes."""
 
@@ -96,16 +98,25 @@ class PartReceiver:
         self._sizes = sizes
         self.missing = list(range(len(sizes)))
         """Indices of the parts that have not arrived."""
+        self.digests = [0] * len(sizes)
+        """Digests of the parts; 0 if there is none, or if the stream of the part broke."""
         self._begin()
+
+    def take_answer(self, answer: transfer_pb2.PullResponse) -> None:
+        """Takes the last frame of a stream, which has no payload."""
+        self.completed = self.completed or answer.completed
+        if len(answer.digests) == _DIGEST_BYTES * len(self.missing):
+            for number, digest in zip(self.missing, unpack_offsets(answer.digests), strict=True):
+                self.digests[number] = digest
 
     def take(self, frame: transfer_pb2.PullResponse) -> None:
         """Copies a frame of a gRPC stream to its destination.
 
         Raises `ChecksumMismatch` if the frame arrived damaged, and what `views` raises.
         """
-        self.completed = self.completed or frame.completed
         payload = memoryview(frame.payload)
         if not payload.nbytes:
+            self.take_answer(frame)
             return
         views = self.views(frame.offset_bytes, payload.nbytes)
         if xxhash.xxh3_64_intdigest(payload) != frame.xxh3_64:

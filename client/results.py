@@ -166,14 +166,15 @@ class LeaseSlots:
     Attributes:
         epoch: run of the server that granted the lease.
         groups: index of the KV cache group of each hit, one byte each.
-        offsets: packed offsets in the region, hit by hit: of one rank, or of all ranks.
+        offsets: packed offsets in the region, hit by hit: of one rank, or of all ranks. Empty if
+            the client that looked up maps no region, or if there are too many.
         names: keys of the hits whose bytes are compared with their digests, by position.
     """
 
     epoch: int
     groups: bytes
     offsets: bytes
-    names: Mapping[int, bytes] = field(default_factory=dict)
+    names: Mapping[int, bytes] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +198,6 @@ class LookupResult:
             tenant has reached its limit, or because their memory is needed for other block sizes.
         hold: for a claim, the description of the hold; None for a lookup.
         source_outcome: result of the search at `source`.
-        digests: packed digests of the leading hits, if the client asked for slots but maps no
-            region.
     """
 
     id: int
@@ -214,7 +213,6 @@ class LookupResult:
     not_retained: int = 0
     hold: HoldInfo | None = None
     source_outcome: SourceOutcome = SourceOutcome.NONE
-    digests: bytes = b""
 
     @property
     def sources(self) -> tuple[str, ...]:

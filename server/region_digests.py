@@ -63,19 +63,26 @@ class RegionDigests:
         blocks. Parts without a slot are skipped.
         """
         for block in blocks:
-            wanted = is_sampled(block.key) or block.namespace in self._whole
+            wanted = self._has_digest(block)
             for number, offset in self._slots(block, rank):
                 self._table[offset // DIGEST_PAGE_BYTES] = self._digest(block, number, offset) if wanted else 0
 
-    def damaged(self, blocks: Sequence[Block], rank: int | None = None) -> list[int]:
+    def bytes_of(self, blocks: Iterable[Block]) -> int:
+        """Returns how many bytes of one rank `record` reads."""
+        return sum(block.part_bytes for block in blocks if self._has_digest(block))
+
+    def _has_digest(self, block: Block) -> bool:
+        return is_sampled(block.key) or block.namespace in self._whole
+
+    def damaged(self, blocks: Sequence[Block]) -> list[int]:
         """Returns the positions of the blocks with a part that does not match its digest.
 
         The caller pins the blocks.
         """
-        return [number for number, block in enumerate(blocks) if self._is_damaged(block, rank)]
+        return [number for number, block in enumerate(blocks) if self._is_damaged(block)]
 
-    def _is_damaged(self, block: Block, rank: int | None) -> bool:
-        for number, offset in self._slots(block, rank):
+    def _is_damaged(self, block: Block) -> bool:
+        for number, offset in self._slots(block, None):
             digest = self._table[offset // DIGEST_PAGE_BYTES]
             if digest and digest != self._digest(block, number, offset):
                 return True
@@ -167,6 +174,5 @@ class DamageLog:
         if origin is None:
             details["stored_by"] = "a tier"
         else:
-            details |= {"stored_by": origin.engine_id, "request": origin.request_id}
-            details["seconds_ago"] = f"{now - origin.begun_at:.3f}"
+            details |= {"stored_by": origin.engine_id, "seconds_ago": f"{now - origin.begun_at:.3f}"}
         _log.error("block damaged in memory", blocks=len(blocks), **details)

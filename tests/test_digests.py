@@ -19,6 +19,7 @@ REASONS = {
     "kvtier.client.part_streams": DAMAGE,
     "kvtier.client.testing.fake_server": DAMAGE,
     "kvtier.cuda.host.socket_io": DAMAGE,
+    "kvtier.protos.wire.part_digests": DAMAGE,
     "kvtier.protos.wire.socket_frames": DAMAGE,
     "kvtier.tiers.disk.format": DAMAGE,
     "kvtier.tiers.lmdb.format": DAMAGE,

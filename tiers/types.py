@@ -298,7 +298,6 @@ class StoreOrigin(NamedTuple):
     """Store that wrote a part: who is asked if the bytes turn out to be damaged."""
 
     engine_id: str
-    request_id: str
     begun_at: float
     """In seconds of the core's clock."""
 

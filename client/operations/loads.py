@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
 
@@ -20,11 +20,10 @@ from .base import Base, Held, consecutive
 from .digests import digests_of_slots
 from .lookups import LookupOperations, lease_id_of
 
-__all__ = ["LoadOperations", "Reading"]
+__all__ = ["MAX_REPORTED", "LoadOperations", "Reading"]
 
-_DIGEST_BYTES = 8
-_REPORTED = 256
-"""Damaged blocks that a load reports. The next load reports further ones."""
+MAX_REPORTED = 256
+"""Limit of the damaged blocks that a call reports. The next load reports further ones."""
 
 
 class _LeaseInDoubt(NotConnected):
@@ -66,7 +65,7 @@ class LoadOperations(LookupOperations, Base):
         lease_id = lease_id_of(lease, ())
         session: ClientSession = yield self._connect
         held.use(session)
-        known, digests = self._known(session, lease, items, slots), b""
+        known = self._known(session, lease, items, slots)
         if known is not None:
             offsets, sizes = known
         else:
@@ -74,7 +73,6 @@ class LoadOperations(LookupOperations, Base):
             request = message(cache_pb2.PrepareLoadRequest, session=session.ref, lease_id=lease_id, items=items)
             answer = yield from self._call(session, "CacheService/PrepareLoad", request)
             offsets, sizes = unpack_offsets(answer.slot_offsets), unpack_offsets(answer.part_sizes_bytes)
-            digests = answer.digests
             if len(sizes) != len(items) or not set(sizes) <= {*self._part_bytes}:
                 raise ServerError("the server named other sizes than those of the parts")
         session.check_slots(offsets, sizes)
@@ -87,7 +85,9 @@ class LoadOperations(LookupOperations, Base):
         batch = ReadBatch(staging, address_of(staging)[0], consecutive(sizes), sizes)
         sink = PartReceiver([batch.address + offset for offset in batch.offsets], sizes)
         yield from self._pull(session, lease_id, items, sink)
-        return Reading(session, lease_id, items, batch, names, _unpacked(digests, len(items)))
+        reading = Reading(session, lease_id, items, batch, names, sink.digests)
+        yield from self._check(reading)
+        return replace(reading, names={})  # the caller may change the staging buffer
 
     def _names(
         self, session: ClientSession, lease: LookupResult | int, items: Sequence[int], slots: LeaseSlots | None
@@ -132,16 +132,23 @@ class LoadOperations(LookupOperations, Base):
 
         Raises ChecksumMismatch if bytes of the batch do not match their digests.
         """
+        yield from self._check(reading)
+        yield from self._complete_load(reading, release=release)
+
+    def _check(self, reading: Reading) -> Operation[None]:
+        """Reports parts of the batch that do not match their digests, and raises ChecksumMismatch."""
         batch, damaged = reading.batch, list[int]()
         if reading.names:
             addresses = [batch.address + offset for offset in batch.offsets]
             yield Copy(partial(self._compare, reading, addresses, damaged))
-        yield from self._complete_load(reading, damaged, release=release)
         if damaged:
+            yield from self._complete_load(reading, damaged)
             item = reading.items[damaged[0]]
             raise ChecksumMismatch(f"item {item} of the lookup is damaged in the server's memory")
 
-    def _complete_load(self, reading: Reading, damaged: Sequence[int], *, release: bool) -> Operation[None]:
+    def _complete_load(
+        self, reading: Reading, damaged: Sequence[int] = (), *, release: bool = False
+    ) -> Operation[None]:
         """Confirms a load, and reports its damaged parts."""
         items = reading.items
         request = message(
@@ -150,7 +157,7 @@ class LoadOperations(LookupOperations, Base):
             lease_id=reading.lease_id,
             release=release,
             copied_bytes=reading.copied_bytes,
-            damaged_items=[int(items[number]) for number in damaged[:_REPORTED]],
+            damaged_items=[int(items[number]) for number in damaged[:MAX_REPORTED]],
         )
         yield from self._call(reading.session, "CacheService/CompleteLoad", request)
 
@@ -159,10 +166,9 @@ class LoadOperations(LookupOperations, Base):
         session, batch, names = reading.session, reading.batch, reading.names
         if not names:
             return
+        digests: Mapping[int, int] | Sequence[int] = reading.digests
         if session.region is not None:
             digests = digests_of_slots(session.region, batch.offsets, list(names))
-        else:
-            digests = dict(enumerate(reading.digests))
         damaged += self._digests.damaged(session.namespace_id, names, digests, addresses, batch.sizes)
 
     def load(
@@ -187,7 +193,7 @@ class LoadOperations(LookupOperations, Base):
 
     def _report_damage(self, keys: Sequence[bytes]) -> Operation[None]:
         """Reports parts that a stream has brought: its lease may have ended with it."""
-        for key in keys[:_REPORTED]:
+        for key in keys[:MAX_REPORTED]:
             found = yield from self.lookup([key], {})
             if found.id:
                 request = message(
@@ -259,11 +265,10 @@ class LoadOperations(LookupOperations, Base):
                 raise _LeaseInDoubt(f"a stream broke, and its lease has ended: {error}") from error
             raise
         hits, damaged = len(sizes), list[int]()
-        if len(found.digests) == _DIGEST_BYTES * hits and (names := self._names(session, found, range(hits), None)):
-            digests = dict(enumerate(unpack_offsets(found.digests)))
+        if names := self._names(session, found, range(hits), None):
 
             def compare() -> None:
-                damaged.extend(self._digests.damaged(session.namespace_id, names, digests, addresses, sizes))
+                damaged.extend(self._digests.damaged(session.namespace_id, names, sink.digests, addresses, sizes))
 
             yield Copy(compare)
         return min(damaged, default=hits), [names[number] for number in damaged]
@@ -300,8 +305,3 @@ class LoadOperations(LookupOperations, Base):
                 sink.end_stream()
                 if sink.missing:
                     raise ServerError("the server ended a stream before it had sent all parts")
-
-
-def _unpacked(digests: bytes, count: int) -> list[int]:
-    """Returns the digests of parts. Without them, 0 for each."""
-    return unpack_offsets(digests) if len(digests) == _DIGEST_BYTES * count else [0] * count

@@ -44,7 +44,8 @@ class LookupOperations(SessionOperations):
         wait = options.get("wait", 0.0)
         answer = yield from self._call(session, "CacheService/BeginRequest", request, wait, grant_id=request.grant_id)
         votes = tuple(TierVote(vote.tier, OffloadPolicy(vote.policy), vote.why) for vote in answer.votes)
-        found = lookup_result(answer.lookup, request_id, keys, session, self._digests.names)
+        names = self._digests.names if options.get("slots") else None
+        found = lookup_result(answer.lookup, request_id, keys, session, names)
         return replace(found, policy=OffloadPolicy(answer.policy), votes=votes)
 
     def lookup(
@@ -63,7 +64,8 @@ class LookupOperations(SessionOperations):
         )
         wait, request_id = options.get("wait", 0.0), options.get("request_id", "")
         answer = yield from self._call(session, "CacheService/Lookup", request, wait, grant_id=request.grant_id)
-        return lookup_result(answer, request_id, keys, session, self._digests.names)
+        names = self._digests.names if options.get("slots") else None
+        return lookup_result(answer, request_id, keys, session, names)
 
     def prefetch(self, keys: Sequence[bytes], options: PrefetchOptions) -> Operation[Prefetched]:
         session: ClientSession = yield self._connect
@@ -106,9 +108,9 @@ def lookup_result(
     request_id: str,
     keys: Sequence[bytes],
     session: ClientSession,
-    names: Callable[[Sequence[bytes]], Mapping[int, bytes]],
+    names: Callable[[Sequence[bytes]], Mapping[int, bytes]] | None = None,
 ) -> LookupResult:
-    """`names`: see `PartDigests.names`."""
+    """`names`: `PartDigests.names`, if the lookup has asked for slots."""
     outcome = answer.source_outcome
     return LookupResult(
         id=answer.lease_id,
@@ -119,7 +121,6 @@ def lookup_result(
         session=session,
         source_indices=answer.sources,
         slots=_slots_of(answer, keys, session, names),
-        digests=answer.digests,
         not_retained=answer.not_retained_blocks,
         source_outcome=SourceOutcome(outcome) if outcome else SourceOutcome.NONE,
     )
@@ -129,13 +130,15 @@ def _slots_of(
     answer: cache_pb2.LookupResponse,
     keys: Sequence[bytes],
     session: ClientSession,
-    names: Callable[[Sequence[bytes]], Mapping[int, bytes]],
+    names: Callable[[Sequence[bytes]], Mapping[int, bytes]] | None,
 ) -> LeaseSlots | None:
     hits = answer.prefix_hits
-    if not answer.slot_offsets or not 0 < hits <= len(keys) or len(answer.slot_offsets) % (hits * _OFFSET_BYTES):
+    if names is None or not 0 < hits <= len(keys) or len(answer.slot_offsets) % (hits * _OFFSET_BYTES):
         return None
     keys = keys[:hits]
     verified = names(keys) if session.namespace_id else {}
+    if not answer.slot_offsets and not verified:
+        return None
     return LeaseSlots(session.ref.epoch, bytes(map(_last, keys)), answer.slot_offsets, verified)
 
 

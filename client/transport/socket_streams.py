@@ -76,8 +76,7 @@ class SocketStreams(SocketPool):
                 views = sink.views(data.offset, data.nbytes)
                 connection.receive(views)
                 sink.verify(data, checksum_on(connection, views))
-            answer = _read_response(connection, number, transfer_pb2.PullResponse, head)
-            sink.completed = sink.completed or answer.completed
+            sink.take_answer(_read_response(connection, number, transfer_pb2.PullResponse, head))
 
     def offer_calls(self, session: ClientSession) -> None:
         """Sends the session's unary calls to the same socket, if the server accepts them there."""

@@ -155,14 +155,13 @@ class LookupRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., want_slots: bool = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., min_hits: _Optional[int] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., source: _Optional[str] = ..., grant_id: _Optional[int] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("statuses", "prefix_hits", "sources", "lease_id", "slot_offsets", "not_retained_blocks", "digests", "source_outcome")
+    __slots__ = ("statuses", "prefix_hits", "sources", "lease_id", "slot_offsets", "not_retained_blocks", "source_outcome")
     STATUSES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     NOT_RETAINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_OUTCOME_FIELD_NUMBER: _ClassVar[int]
     statuses: bytes
     prefix_hits: int
@@ -170,9 +169,8 @@ class LookupResponse(_message.Message):
     lease_id: int
     slot_offsets: bytes
     not_retained_blocks: int
-    digests: bytes
     source_outcome: SourceOutcome
-    def __init__(self, statuses: _Optional[bytes] = ..., prefix_hits: _Optional[int] = ..., sources: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., slot_offsets: _Optional[bytes] = ..., not_retained_blocks: _Optional[int] = ..., digests: _Optional[bytes] = ..., source_outcome: _Optional[_Union[SourceOutcome, str]] = ...) -> None: ...
+    def __init__(self, statuses: _Optional[bytes] = ..., prefix_hits: _Optional[int] = ..., sources: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., slot_offsets: _Optional[bytes] = ..., not_retained_blocks: _Optional[int] = ..., source_outcome: _Optional[_Union[SourceOutcome, str]] = ...) -> None: ...
 
 class PrefetchRequest(_message.Message):
     __slots__ = ("session", "request_id", "keys", "wait", "exclude", "retain_for", "source")
@@ -221,14 +219,12 @@ class PrepareLoadRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., items: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrepareLoadResponse(_message.Message):
-    __slots__ = ("slot_offsets", "part_sizes_bytes", "digests")
+    __slots__ = ("slot_offsets", "part_sizes_bytes")
     SLOT_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     PART_SIZES_BYTES_FIELD_NUMBER: _ClassVar[int]
-    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     slot_offsets: bytes
     part_sizes_bytes: bytes
-    digests: bytes
-    def __init__(self, slot_offsets: _Optional[bytes] = ..., part_sizes_bytes: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, slot_offsets: _Optional[bytes] = ..., part_sizes_bytes: _Optional[bytes] = ...) -> None: ...
 
 class CompleteLoadRequest(_message.Message):
     __slots__ = ("session", "lease_id", "release", "copied_bytes", "damaged_items")

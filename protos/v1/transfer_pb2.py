@@ -27,7 +27,7 @@ from . import common_pb2 as kvtier_dot_v1_dot_common__pb2
 from . import devices_pb2 as kvtier_dot_v1_dot_devices__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvtier/v1/transfer.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/bounds.proto\x1a\x16kvtier/v1/common.proto\x1a\x17kvtier/v1/devices.proto\"\x9b\x01\n\x0bPushRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08store_id\x18\x02 \x01(\x04\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07xxh3_64\x18\x04 \x01(\x06\x12\x10\n\x08\x63omplete\x18\x05 \x01(\x08\x12\x19\n\x07payload\x18\x0f \x01(\x0c\x42\x08\x8a\xb5\x18\x04\x18\x03\x30\n\"9\n\x0cPushResponse\x12\x16\n\x0ereceived_bytes\x18\x01 \x01(\x04\x12\x11\n\tcompleted\x18\x02 \x01(\x08\"p\n\x0bPullRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x15\n\x05items\x18\x03 \x03(\rB\x06\x8a\xb5\x18\x02(\x01\x12\x10\n\x08\x63omplete\x18\x04 \x01(\x08\"Y\n\x0cPullResponse\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x0f\n\x07xxh3_64\x18\x02 \x01(\x06\x12\x11\n\tcompleted\x18\x03 \x01(\x08\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"I\n\rLocateRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08store_id\x18\x02 \x01(\x04\"\x97\x01\n\x0eLocateResponse\x12\x10\n\x04port\x18\x01 \x01(\rB\x02\x18\x01\x12\x19\n\rsocket_suffix\x18\x02 \x01(\tB\x02\x18\x01\x12\x16\n\x0ereceived_bytes\x18\x03 \x01(\x04\x12\x16\n\nplain_port\x18\x04 \x01(\rB\x02\x18\x01\x12\x13\n\x0bsocket_port\x18\x05 \x01(\r\x12\x13\n\x0bunix_suffix\x18\x06 \x01(\t\"\x9c\x02\n\x1cRegisterDeviceBuffersRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x1c\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80\x04\x12(\n\x06origin\x18\x03 \x01(\x0b\x32\x18.kvtier.v1.ProcessOrigin\x12\x39\n\x0b\x61llocations\x18\x04 \x03(\x0b\x32\x1b.kvtier.v1.DeviceAllocationB\x07\x8a\xb5\x18\x03 \x80\x08\x12.\n\x06groups\x18\x05 \x03(\x0b\x32\x16.kvtier.v1.DeviceGroupB\x06\x8a\xb5\x18\x02 @\x12!\n\revent_handles\x18\x06 \x03(\x0c\x42\n\x8a\xb5\x18\x06\x10\x80\x04 \x80\x08\"Z\n\x1dRegisterDeviceBuffersResponse\x12\x12\n\nbuffers_id\x18\x01 \x01(\x04\x12%\n\x05order\x18\x02 \x01(\x0e\x32\x16.kvtier.v1.DeviceOrder\"\\\n\x1eUnregisterDeviceBuffersRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nbuffers_id\x18\x02 \x01(\x04\"!\n\x1fUnregisterDeviceBuffersResponse\"\xda\x01\n\x16StoreFromDeviceRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nbuffers_id\x18\x02 \x01(\x04\x12\x10\n\x08store_id\x18\x03 \x01(\x04\x12\x16\n\x06\x62locks\x18\x04 \x03(\rB\x06\x8a\xb5\x18\x02(\x01\x12\x15\n\x05items\x18\x05 \x03(\rB\x06\x8a\xb5\x18\x02(\x01\x12%\n\x05\x61\x66ter\x18\x06 \x01(\x0b\x32\x16.kvtier.v1.DeviceAfter\x12\x1c\n\x14\x64\x65\x61\x64line_nanoseconds\x18\x07 \x01(\x06\".\n\x17StoreFromDeviceResponse\x12\x13\n\x0bmoved_bytes\x18\x01 \x01(\x04\"\xd7\x01\n\x13LoadToDeviceRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nbuffers_id\x18\x02 \x01(\x04\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\x12\x15\n\x05items\x18\x04 \x03(\rB\x06\x8a\xb5\x18\x02(\x01\x12\x16\n\x06\x62locks\x18\x05 \x03(\rB\x06\x8a\xb5\x18\x02(\x01\x12%\n\x05\x61\x66ter\x18\x06 \x01(\x0b\x32\x16.kvtier.v1.DeviceAfter\x12\x1c\n\x14\x64\x65\x61\x64line_nanoseconds\x18\x07 \x01(\x06\"+\n\x14LoadToDeviceResponse\x12\x13\n\x0bmoved_bytes\x18\x01 \x01(\x04\x32\xcf\x04\n\x0fTransferService\x12\x39\n\x04Push\x12\x16.kvtier.v1.PushRequest\x1a\x17.kvtier.v1.PushResponse(\x01\x12\x39\n\x04Pull\x12\x16.kvtier.v1.PullRequest\x1a\x17.kvtier.v1.PullResponse0\x01\x12=\n\x06Locate\x12\x18.kvtier.v1.LocateRequest\x1a\x19.kvtier.v1.LocateResponse\x12j\n\x15RegisterDeviceBuffers\x12\'.kvtier.v1.RegisterDeviceBuffersRequest\x1a(.kvtier.v1.RegisterDeviceBuffersResponse\x12p\n\x17UnregisterDeviceBuffers\x12).kvtier.v1.UnregisterDeviceBuffersRequest\x1a*.kvtier.v1.UnregisterDeviceBuffersResponse\x12X\n\x0fStoreFromDevice\x12!.kvtier.v1.StoreFromDeviceRequest\x1a\".kvtier.v1.StoreFromDeviceResponse\x12O\n\x0cLoadToDevice\x12\x1e.kvtier.v1.LoadToDeviceRequest\x1a\x1f.kvtier.v1.LoadToDeviceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvtier/v1/transfer.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/bounds.proto\x1a\x16kvtier/v1/common.proto\x1a\x17kvtier/v1/devices.proto\"\x9b\x01\n\x0bPushRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08store_id\x18\x02 \x01(\x04\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07xxh3_64\x18\x04 \x01(\x06\x12\x10\n\x08\x63omplete\x18\x05 \x01(\x08\x12\x19\n\x07payload\x18\x0f \x01(\x0c\x42\x08\x8a\xb5\x18\x04\x18\x03\x30\n\"9\n\x0cPushResponse\x12\x16\n\x0ereceived_bytes\x18\x01 \x01(\x04\x12\x11\n\tcompleted\x18\x02 \x01(\x08\"p\n\x0bPullRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x15\n\x05items\x18\x03 \x03(\rB\x06\x8a\xb5\x18\x02(\x01\x12\x10\n\x08\x63omplete\x18\x04 \x01(\x08\"j\n\x0cPullResponse\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x0f\n\x07xxh3_64\x18\x02 \x01(\x06\x12\x11\n\tcompleted\x18\x03 \x01(\x08\x12\x0f\n\x07\x64igests\x18\x04 \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"I\n\rLocateRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08store_id\x18\x02 \x01(\x04\"\x97\x01\n\x0eLocateResponse\x12\x10\n\x04port\x18\x01 \x01(\rB\x02\x18\x01\x12\x19\n\rsocket_suffix\x18\x02 \x01(\tB\x02\x18\x01\x12\x16\n\x0ereceived_bytes\x18\x03 \x01(\x04\x12\x16\n\nplain_port\x18\x04 \x01(\rB\x02\x18\x01\x12\x13\n\x0bsocket_port\x18\x05 \x01(\r\x12\x13\n\x0bunix_suffix\x18\x06 \x01(\t\"\x9c\x02\n\x1cRegisterDeviceBuffersRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x1c\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80\x04\x12(\n\x06origin\x18\x03 \x01(\x0b\x32\x18.kvtier.v1.ProcessOrigin\x12\x39\n\x0b\x61llocations\x18\x04 \x03(\x0b\x32\x1b.kvtier.v1.DeviceAllocationB\x07\x8a\xb5\x18\x03 \x80\x08\x12.\n\x06groups\x18\x05 \x03(\x0b\x32\x16.kvtier.v1.DeviceGroupB\x06\x8a\xb5\x18\x02 @\x12!\n\revent_handles\x18\x06 \x03(\x0c\x42\n\x8a\xb5\x18\x06\x10\x80\x04 \x80\x08\"Z\n\x1dRegisterDeviceBuffersResponse\x12\x12\n\nbuffers_id\x18\x01 \x01(\x04\x12%\n\x05order\x18\x02 \x01(\x0e\x32\x16.kvtier.v1.DeviceOrder\"\\\n\x1eUnregisterDeviceBuffersRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nbuffers_id\x18\x02 \x01(\x04\"!\n\x1fUnregisterDeviceBuffersResponse\"\xda\x01\n\x16StoreFromDeviceRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nbuffers_id\x18\x02 \x01(\x04\x12\x10\n\x08store_id\x18\x03 \x01(\x04\x12\x16\n\x06\x62locks\x18\x04 \x03(\rB\x06\x8a\xb5\x18\x02(\x01\x12\x15\n\x05items\x18\x05 \x03(\rB\x06\x8a\xb5\x18\x02(\x01\x12%\n\x05\x61\x66ter\x18\x06 \x01(\x0b\x32\x16.kvtier.v1.DeviceAfter\x12\x1c\n\x14\x64\x65\x61\x64line_nanoseconds\x18\x07 \x01(\x06\".\n\x17StoreFromDeviceResponse\x12\x13\n\x0bmoved_bytes\x18\x01 \x01(\x04\"\xd7\x01\n\x13LoadToDeviceRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nbuffers_id\x18\x02 \x01(\x04\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\x12\x15\n\x05items\x18\x04 \x03(\rB\x06\x8a\xb5\x18\x02(\x01\x12\x16\n\x06\x62locks\x18\x05 \x03(\rB\x06\x8a\xb5\x18\x02(\x01\x12%\n\x05\x61\x66ter\x18\x06 \x01(\x0b\x32\x16.kvtier.v1.DeviceAfter\x12\x1c\n\x14\x64\x65\x61\x64line_nanoseconds\x18\x07 \x01(\x06\"+\n\x14LoadToDeviceResponse\x12\x13\n\x0bmoved_bytes\x18\x01 \x01(\x04\x32\xcf\x04\n\x0fTransferService\x12\x39\n\x04Push\x12\x16.kvtier.v1.PushRequest\x1a\x17.kvtier.v1.PushResponse(\x01\x12\x39\n\x04Pull\x12\x16.kvtier.v1.PullRequest\x1a\x17.kvtier.v1.PullResponse0\x01\x12=\n\x06Locate\x12\x18.kvtier.v1.LocateRequest\x1a\x19.kvtier.v1.LocateResponse\x12j\n\x15RegisterDeviceBuffers\x12\'.kvtier.v1.RegisterDeviceBuffersRequest\x1a(.kvtier.v1.RegisterDeviceBuffersResponse\x12p\n\x17UnregisterDeviceBuffers\x12).kvtier.v1.UnregisterDeviceBuffersRequest\x1a*.kvtier.v1.UnregisterDeviceBuffersResponse\x12X\n\x0fStoreFromDevice\x12!.kvtier.v1.StoreFromDeviceRequest\x1a\".kvtier.v1.StoreFromDeviceResponse\x12O\n\x0cLoadToDevice\x12\x1e.kvtier.v1.LoadToDeviceRequest\x1a\x1f.kvtier.v1.LoadToDeviceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -67,27 +67,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PULLREQUEST']._serialized_start=329
   _globals['_PULLREQUEST']._serialized_end=441
   _globals['_PULLRESPONSE']._serialized_start=443
-  _globals['_PULLRESPONSE']._serialized_end=532
-  _globals['_LOCATEREQUEST']._serialized_start=534
-  _globals['_LOCATEREQUEST']._serialized_end=607
-  _globals['_LOCATERESPONSE']._serialized_start=610
-  _globals['_LOCATERESPONSE']._serialized_end=761
-  _globals['_REGISTERDEVICEBUFFERSREQUEST']._serialized_start=764
-  _globals['_REGISTERDEVICEBUFFERSREQUEST']._serialized_end=1048
-  _globals['_REGISTERDEVICEBUFFERSRESPONSE']._serialized_start=1050
-  _globals['_REGISTERDEVICEBUFFERSRESPONSE']._serialized_end=1140
-  _globals['_UNREGISTERDEVICEBUFFERSREQUEST']._serialized_start=1142
-  _globals['_UNREGISTERDEVICEBUFFERSREQUEST']._serialized_end=1234
-  _globals['_UNREGISTERDEVICEBUFFERSRESPONSE']._serialized_start=1236
-  _globals['_UNREGISTERDEVICEBUFFERSRESPONSE']._serialized_end=1269
-  _globals['_STOREFROMDEVICEREQUEST']._serialized_start=1272
-  _globals['_STOREFROMDEVICEREQUEST']._serialized_end=1490
-  _globals['_STOREFROMDEVICERESPONSE']._serialized_start=1492
-  _globals['_STOREFROMDEVICERESPONSE']._serialized_end=1538
-  _globals['_LOADTODEVICEREQUEST']._serialized_start=1541
-  _globals['_LOADTODEVICEREQUEST']._serialized_end=1756
-  _globals['_LOADTODEVICERESPONSE']._serialized_start=1758
-  _globals['_LOADTODEVICERESPONSE']._serialized_end=1801
-  _globals['_TRANSFERSERVICE']._serialized_start=1804
-  _globals['_TRANSFERSERVICE']._serialized_end=2395
+  _globals['_PULLRESPONSE']._serialized_end=549
+  _globals['_LOCATEREQUEST']._serialized_start=551
+  _globals['_LOCATEREQUEST']._serialized_end=624
+  _globals['_LOCATERESPONSE']._serialized_start=627
+  _globals['_LOCATERESPONSE']._serialized_end=778
+  _globals['_REGISTERDEVICEBUFFERSREQUEST']._serialized_start=781
+  _globals['_REGISTERDEVICEBUFFERSREQUEST']._serialized_end=1065
+  _globals['_REGISTERDEVICEBUFFERSRESPONSE']._serialized_start=1067
+  _globals['_REGISTERDEVICEBUFFERSRESPONSE']._serialized_end=1157
+  _globals['_UNREGISTERDEVICEBUFFERSREQUEST']._serialized_start=1159
+  _globals['_UNREGISTERDEVICEBUFFERSREQUEST']._serialized_end=1251
+  _globals['_UNREGISTERDEVICEBUFFERSRESPONSE']._serialized_start=1253
+  _globals['_UNREGISTERDEVICEBUFFERSRESPONSE']._serialized_end=1286
+  _globals['_STOREFROMDEVICEREQUEST']._serialized_start=1289
+  _globals['_STOREFROMDEVICEREQUEST']._serialized_end=1507
+  _globals['_STOREFROMDEVICERESPONSE']._serialized_start=1509
+  _globals['_STOREFROMDEVICERESPONSE']._serialized_end=1555
+  _globals['_LOADTODEVICEREQUEST']._serialized_start=1558
+  _globals['_LOADTODEVICEREQUEST']._serialized_end=1773
+  _globals['_LOADTODEVICERESPONSE']._serialized_start=1775
+  _globals['_LOADTODEVICERESPONSE']._serialized_end=1818
+  _globals['_TRANSFERSERVICE']._serialized_start=1821
+  _globals['_TRANSFERSERVICE']._serialized_end=2412
 # @@protoc_insertion_point(module_scope)

@@ -46,16 +46,18 @@ class PullRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., items: _Optional[_Iterable[int]] = ..., complete: bool = ...) -> None: ...
 
 class PullResponse(_message.Message):
-    __slots__ = ("offset_bytes", "xxh3_64", "completed", "payload")
+    __slots__ = ("offset_bytes", "xxh3_64", "completed", "digests", "payload")
     OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
     XXH3_64_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     offset_bytes: int
     xxh3_64: int
     completed: bool
+    digests: bytes
     payload: bytes
-    def __init__(self, offset_bytes: _Optional[int] = ..., xxh3_64: _Optional[int] = ..., completed: bool = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, offset_bytes: _Optional[int] = ..., xxh3_64: _Optional[int] = ..., completed: bool = ..., digests: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
     __slots__ = ("session", "store_id")

@@ -286,14 +286,19 @@ class BulkBroker:
         recording = self.writers.record_digests(store) if store is not None else None
         if recording is None:
             return self._complete(stream)
-        task = asyncio.get_running_loop().create_task(self._complete_later(stream, recording))
+        task = asyncio.get_running_loop().create_task(self._complete_later(stream, recording, self._send))
         self._committing.add(task)
         task.add_done_callback(self._committing.discard)
         return None
 
-    async def _complete_later(self, stream: _Stream, recording: Awaitable[None]) -> None:
-        await recording
-        self._answer(stream, self._complete)
+    async def _complete_later(
+        self, stream: _Stream, recording: Awaitable[None], send: Callable[[ToChild], None]
+    ) -> None:
+        try:
+            await recording
+        finally:
+            if self._send is send:  # another child has other streams
+                self._answer(stream, self._complete)
 
     def _whole_store(self, stream: _Stream) -> Store | None:
         """Returns the store of a stream if all its bytes have arrived, and it is not long."""

@@ -23,11 +23,12 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from ...cuda.host.memory import tune_malloc
-from ...cuda.host.region import HostRegion
+from ...cuda.host.region import DIGEST_PAGE_BYTES, HostRegion
 from ...cuda.host.socket_io import Connection, TlsConnection, checksum_on
 from ...protos.error_reasons import STATUS_OF, status_of
 from ...protos.v1 import transfer_pb2
 from ...protos.wire import socket_frames as frames
+from ...protos.wire.packed_keys import pack_offsets
 from ...protos.wire.part_sequence import FRAME_BYTES, PartSequence
 from ..auth.certificate_names import certificate_names
 from ..auth.tls_files import ServerContext
@@ -211,17 +212,18 @@ class StreamServer:
         ended = False
         try:
             method, message = frames.unpack_call(connection.read(length))
+            digests = b""
             if method == frames.PUSH:
                 completes = self._push(connection, stream, number, message)
             elif method == frames.PULL:
-                completes = self._pull(connection, stream, number, message)
+                completes, digests = self._pull(connection, stream, number, message)
             else:
                 connection.send([_unimplemented(number, method)])
                 return False
             ended = True
             stream.end("OK", complete=completes)
             completed = completes and stream.wait_committed()
-            connection.send([_answer(number, stream, method, completed=completed)])
+            connection.send([_answer(number, stream, method, digests, completed=completed)])
         except Refused as error:
             code = STATUS_OF[error.reason].name
             connection.send([_refusal(number, error)])
@@ -279,7 +281,8 @@ class StreamServer:
             position = stop
         return views
 
-    def _pull(self, connection: Connection, stream: Stream, number: int, message: bytes) -> bool:
+    def _pull(self, connection: Connection, stream: Stream, number: int, message: bytes) -> tuple[bool, bytes]:
+        """Returns whether to confirm the load, and the packed digests of the parts."""
         request = self._parsed(frames.PULL, transfer_pb2.PullRequest, message)
         stream.begin(request.lease_id, request.items)
         parts = PartSequence(stream.slots, stream.sizes)
@@ -291,7 +294,11 @@ class StreamServer:
                 head = frames.pack_data_head(number, offset, nbytes, checksum_on(connection, views))
                 connection.send([head, *views])
                 stream.moved(offset, nbytes)
-        return bool(request.complete and parts.total_bytes)
+        with stream.touching:
+            stream.check()
+            table = self._region.digests
+            digests = pack_offsets([table[slot // DIGEST_PAGE_BYTES] for slot in stream.slots])
+        return bool(request.complete and parts.total_bytes), digests
 
     def _parsed(self, method: bytes, kind: Any, message: bytes) -> Any:
         self._bounds.check(method.decode(), message)
@@ -339,11 +346,12 @@ def _read_data_head(connection: Connection, stream: Stream, number: int) -> fram
     return data
 
 
-def _answer(number: int, stream: Stream, method: bytes, *, completed: bool) -> bytes:
+def _answer(number: int, stream: Stream, method: bytes, digests: bytes, *, completed: bool) -> bytes:
     if method == frames.PUSH:
         pushed = transfer_pb2.PushResponse(received_bytes=stream.received, completed=completed)
         return frames.pack_answer(number, 0, pushed.SerializeToString())
-    return frames.pack_answer(number, 0, transfer_pb2.PullResponse(completed=completed).SerializeToString())
+    pulled = transfer_pb2.PullResponse(completed=completed, digests=digests)
+    return frames.pack_answer(number, 0, pulled.SerializeToString())
 
 
 def _refusal(number: int, error: Refused) -> bytes:

@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 from ...client.effects import Call, Connect, Effect
 from ...client.errors import KVTierError, LimitExceeded, ServerError, SessionLost, error_from_call
 from ...client.operations.arguments import LookupOptions
+from ...client.operations.loads import MAX_REPORTED
 from ...client.operations.lookups import LookupOperations
 from ...client.results import KeyStatus, LookupResult, TierFilter
 from ...client.session.reconnect import PROTOCOL_VERSION
@@ -156,9 +157,14 @@ class PeerLink:
         # The other server was restarted.
         return await self._search(namespace, description, keys, prefix=prefix, until=until)
 
-    async def confirm(self, lease: PeerLease) -> bool:
-        """Returns whether a lease is still valid, so that the pulled bytes can be used."""
-        request = cache_pb2.CompleteLoadRequest(session=lease.sessions.session.ref, lease_id=lease.id)
+    async def confirm(self, lease: PeerLease, damaged: Sequence[int]) -> bool:
+        """Returns whether a lease is still valid, so that the pulled bytes can be used.
+
+        Reports these items, whose bytes do not match their digests.
+        """
+        request = cache_pb2.CompleteLoadRequest(
+            session=lease.sessions.session.ref, lease_id=lease.id, damaged_items=damaged[:MAX_REPORTED]
+        )
         try:
             await self.transport.perform(Call("CacheService/CompleteLoad", request, _CALL_SECONDS))
         except KVTierError:

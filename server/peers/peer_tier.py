@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...client.errors import KVTierError, LeaseLost
+from ...protos.wire.part_digests import part_digest
 from ...tiers.core.pin_budget import affordable
 from ...tiers.negotiation import RequestInfo
 from ...tiers.remote.circuit_breaker import CircuitBreaker
@@ -103,10 +104,10 @@ class PeerTier(SecondaryTier):
         for lease, numbers in by_lease.items():
             wanted = [located for number in numbers if (located := found[number]) is not None]
             try:
-                outcome = self._pull(lease, wanted, [blocks[number] for number in numbers])
+                pulled = self._pull(lease, wanted, [blocks[number] for number in numbers])
             finally:
                 self._end(wanted)
-            for number in numbers:
+            for number, outcome in zip(numbers, pulled, strict=True):
                 outcomes[number] = outcome
         return outcomes
 
@@ -126,32 +127,36 @@ class PeerTier(SecondaryTier):
     def close(self) -> None:
         pass
 
-    def _pull(self, lease: PeerLease, wanted: Sequence[_Located], blocks: Sequence[BlockBytes]) -> Outcome:
-        """Pulls blocks of one lease, rank after rank. Returns the outcome of all of them."""
+    def _pull(self, lease: PeerLease, wanted: Sequence[_Located], blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        """Pulls blocks of one lease, rank after rank. Returns an outcome per block."""
         breaker = wanted[0].breaker
         if not breaker.permits():
-            return Outcome.FAILED
+            return [Outcome.FAILED] * len(blocks)
+        damaged: set[int] = set()
         deadline = time.monotonic() + self._deadline_seconds
         try:
             for rank, streams in enumerate(lease.streams):
                 parts = [block.parts[rank] for block in blocks]
                 items = [located.item for located in wanted]
-                streams.pull(lease.id, items, parts, deadline - time.monotonic())
-            self._confirm(lease, deadline)
+                digests = streams.pull(lease.id, items, parts, deadline - time.monotonic())
+                damaged.update(_damaged(blocks, rank, digests))
+            self._confirm(lease, [wanted[number].item for number in sorted(damaged)], deadline)
         except KVTierError as error:
             outcome = outcome_of(error)
             if outcome is Outcome.MISSING:
                 breaker.succeeded()
-            return self._failed(None if outcome is Outcome.MISSING else breaker, lease, error, outcome)
+            self._failed(None if outcome is Outcome.MISSING else breaker, lease, error)
+            return [outcome] * len(blocks)
         except Exception as error:  # noqa: BLE001 - the other server's bytes must not fail other loads of the job
-            return self._failed(breaker, lease, error, Outcome.FAILED)
+            self._failed(breaker, lease, error)
+            return [Outcome.FAILED] * len(blocks)
         breaker.succeeded()
-        return Outcome.DONE
+        return [Outcome.CORRUPT if number in damaged else Outcome.DONE for number in range(len(blocks))]
 
-    def _confirm(self, lease: PeerLease, deadline: float) -> None:
+    def _confirm(self, lease: PeerLease, damaged: Sequence[int], deadline: float) -> None:
         """Raises `LeaseLost` if the lease ended during the pull, TimeoutError."""
         assert self._loop is not None
-        answer = asyncio.run_coroutine_threadsafe(lease.link.confirm(lease), self._loop)
+        answer = asyncio.run_coroutine_threadsafe(lease.link.confirm(lease, damaged), self._loop)
         try:
             confirmed = answer.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
@@ -161,11 +166,10 @@ class PeerTier(SecondaryTier):
             raise LeaseLost("the lease has ended", "LEASE_NOT_FOUND")
 
     @staticmethod
-    def _failed(breaker: CircuitBreaker | None, lease: PeerLease, error: Exception, outcome: Outcome) -> Outcome:
+    def _failed(breaker: CircuitBreaker | None, lease: PeerLease, error: Exception) -> None:
         if breaker is not None:
             breaker.failed(f"{type(error).__name__}: {error}")
         _log.warning("blocks not loaded from another server", server=lease.link.name, reason=f"{error}")
-        return outcome
 
     def _outdated(self) -> list[Name]:
         """Returns the blocks whose lease has run out, for example after a load was given up."""
@@ -188,3 +192,10 @@ class PeerTier(SecondaryTier):
         for lease in released:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(lease.link.release, lease)
+
+
+def _damaged(blocks: Sequence[BlockBytes], rank: int, digests: Sequence[int]) -> Iterator[int]:
+    """Yields the positions of the blocks whose part does not match its digest."""
+    for number, (block, digest) in enumerate(zip(blocks, digests, strict=True)):
+        if digest and part_digest(block.namespace, block.key, rank, block.parts[rank]) != digest:
+            yield number

@@ -57,9 +57,10 @@ class PeerStreams:
         self.session = ClientSession(ref, capabilities, None, "another server")
         self._streams = SocketStreams(SocketTarget(address, ref, credentials, tls_name), _STALL_SECONDS)
 
-    def pull(self, lease_id: int, items: Sequence[int], parts: Sequence[memoryview], seconds: float) -> None:
+    def pull(self, lease_id: int, items: Sequence[int], parts: Sequence[memoryview], seconds: float) -> Sequence[int]:
         """Fills `parts` with the parts of these items of a lease, in this order.
 
+        Returns the digests of the parts; 0 for a part without one.
         Raises `KVTierError`; the content of the parts is then undefined.
         """
         addresses = [address_of(part, writable=True) for part in parts]
@@ -67,6 +68,7 @@ class PeerStreams:
         request = transfer_pb2.PullRequest(session=self.session.ref, lease_id=lease_id, items=items)
         self._streams.pull(Pull(self.session, request, sink, seconds))
         sink.check_complete()
+        return sink.digests
 
     def close(self) -> None:
         """Ends all pulls."""

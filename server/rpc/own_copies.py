@@ -13,6 +13,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 from ...tiers.core.block import Block
 from ...tiers.core.in_flight_stores import Store
@@ -21,8 +22,8 @@ from ..core_runtime import TierRuntime
 
 __all__ = ["Writers"]
 
-_SMALL_BYTES = 1 << 20
-"""The digests of this number of bytes take 0.1 ms, about as long as a call on a thread."""
+_SMALL_BYTES, _SMALL_BLOCKS = 1 << 20, 256
+"""The digests of so few parts take 0.1 ms, about as long as a call on a thread."""
 
 
 class Writers:
@@ -33,6 +34,7 @@ class Writers:
         self._numbers = itertools.count(1 << 32)  # connections of the attach socket count from 1
         self._running: Counter[int] = Counter()
         self._ended = asyncio.Event()
+        self._recording: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
     def writing(self, store: Store) -> Iterator[None]:
@@ -65,17 +67,25 @@ class Writers:
     def record_digests(self, store: Store) -> Awaitable[None] | None:
         """Records the digests of the parts of a store whose bytes came over streams.
 
-        Returns None, or for many bytes what the caller must await.
+        Returns None, or for many bytes what the caller must await. If the caller is cancelled, the
+        thread goes on, and counts as a writer until its end. Raises UnknownSession.
         """
-        blocks = list(store.blocks)
-        if len(blocks) * max((block.part_bytes for block in blocks[:1]), default=0) > _SMALL_BYTES:
-            return self._record(store, blocks)
-        self._runtime.digests.record(blocks, store.rank)
-        return None
+        digests, blocks = self._runtime.digests, list(store.blocks)
+        if len(blocks) <= _SMALL_BLOCKS and digests.bytes_of(blocks) <= _SMALL_BYTES:
+            digests.record(blocks, store.rank)
+            return None
+        writing = self.writing(store)
+        writing.__enter__()
+        task = asyncio.get_running_loop().create_task(self._record(store, blocks, writing))
+        self._recording.add(task)
+        task.add_done_callback(self._recording.discard)
+        return asyncio.shield(task)
 
-    async def _record(self, store: Store, blocks: Sequence[Block]) -> None:
-        with self.writing(store):
+    async def _record(self, store: Store, blocks: Sequence[Block], writing: AbstractContextManager[None]) -> None:
+        try:
             await asyncio.to_thread(self._runtime.digests.record, blocks, store.rank)
+        finally:
+            writing.__exit__(None, None, None)
 
     def busy(self, store_id: int) -> bool:
         """Returns whether a process of the server may be writing to the store's slots."""

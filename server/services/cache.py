@@ -136,10 +136,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         slots, sizes = await self._long_calls.read(
             session, LeaseId(request.lease_id), request.items, counted=bool(session.writers)
         )
-        digests = b"" if session.writers else pack_offsets(await self._long_calls.digests(session, slots))
-        return cache_pb2.PrepareLoadResponse(
-            slot_offsets=pack_offsets(slots), part_sizes_bytes=pack_offsets(sizes), digests=digests
-        )
+        return cache_pb2.PrepareLoadResponse(slot_offsets=pack_offsets(slots), part_sizes_bytes=pack_offsets(sizes))
 
     async def CompleteLoad(
         self, request: cache_pb2.CompleteLoadRequest, context: grpc.aio.ServicerContext
@@ -150,11 +147,12 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             raise LeaseNotFound(f"lease {lease.id} has expired")
         if session.writers:  # other clients cannot copy
             lease.copied(request.copied_bytes, session.namespace.world_size * max(session.namespace.part_bytes))
-        if request.damaged_items:
-            await self._long_calls.verify(session, lease, request.damaged_items)
+        verifying = self._long_calls.verify(session, lease, request.damaged_items) if request.damaged_items else None
         if request.release:
             self._core.release(session, lease.id)
             self._runtime.run_commands()
+        if verifying is not None:
+            await verifying
         return cache_pb2.CompleteLoadResponse()
 
     async def ReleaseLease(
@@ -186,7 +184,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         )
         store = self._core.prepare_store(session, keys, options, now=self._runtime.now())
         answer = await self._long_calls.run(session, store)
-        await self._long_calls.clear_digests(session, answer.slots)
+        self._runtime.digests.clear(answer.slots)
         return cache_pb2.PrepareStoreResponse(
             store_id=answer.store_id or 0,
             statuses=answer.statuses,
@@ -347,17 +345,14 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         if found.lease is not None and found.lease.pending and remaining > 0:
             found = replace(found, lease=await self._wait_ready(session, found.lease, remaining))
         # The slots are those of these hits. Until they are read, other blocks may become ready.
-        statuses, slots, digests = found.statuses(), b"", b""
-        if found.lease is not None and request.want_slots:
+        statuses, slots = found.statuses(), b""
+        # Clients without the region could not use slots, so they learn none.
+        if found.lease is not None and request.want_slots and session.writers:
             read = await self._read_slots(session, found.lease, _leading_hits(statuses))
             if read is None:
                 found = replace(found, lease=None)
                 statuses = found.statuses()
-            elif session.writers:
-                slots = pack_offsets(read)
-            elif session.rank is not None or session.namespace.world_size == 1:
-                # Clients without the region could not use slots, so they learn none.
-                digests = pack_offsets(await self._long_calls.digests(session, read))
+            slots = read or b""
         lease = found.lease
         if lease is None:
             return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(keys)), source_outcome=located.outcome)
@@ -370,19 +365,18 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             not_retained_blocks=found.not_retained,
             source_outcome=located.outcome,
             slot_offsets=slots,
-            digests=digests,
         )
 
-    async def _read_slots(self, session: EngineSession, lease: BlockLease, hits: int) -> list[int] | None:
-        """Returns the slots for the answer of a lookup: none if there are too many.
+    async def _read_slots(self, session: EngineSession, lease: BlockLease, hits: int) -> bytes | None:
+        """Returns the slots for the answer of a lookup: empty if there are too many.
 
         Returns None if the lease has ended. If this fails, the lease ends.
         """
         ranks = 1 if session.rank is not None else session.namespace.world_size
         if hits * ranks > _MAX_SLOTS:
-            return []
+            return b""
         try:
-            return await self._long_calls.slots(session, lease.id, hits)
+            return pack_offsets(await self._long_calls.slots(session, lease.id, hits))
         except LeaseNotFound:
             self._core.take_back_hits(lease, MissReason.PENDING)
             return None

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ...protos.v1 import common_pb2
 from ...protos.wire.packed_keys import count_keys, unpack_keys
+from ...tiers.core.block import Block
 from ...tiers.core.commands import Change, Waiter
 from ...tiers.core.in_flight_stores import STORE_SLICE
 from ...tiers.core.leases import BlockLease
@@ -37,8 +38,6 @@ _READ_SLICE = 1024
 """To read the slot of a block takes 0.3 µs."""
 _RETRY_SECONDS = 0.005
 """Shortest time between two attempts of a lookup that waits for room."""
-_CLEAR_SLICE = 8192
-"""Slots per slice: 0.1 µs each."""
 _MAX_VERIFIED_BYTES = 256 << 20
 """Limit of the bytes that the server reads after a report of damage: 20 ms on a thread."""
 _REST = 10
@@ -177,44 +176,33 @@ class LongCalls:
             slots += self._core.lease(session, lease_id).slots(part, session.rank)
         return slots
 
-    async def clear_digests(self, session: EngineSession, offsets: Sequence[int]) -> None:
-        """Clears the digests of slots that a client is about to fill."""
-        for part in slices_of(offsets, _CLEAR_SLICE):
-            if len(part) < len(offsets):
-                await self._scheduler.turn(session)
-            self._runtime.digests.clear(part)
-
-    async def digests(self, session: EngineSession, offsets: Sequence[int]) -> list[int]:
-        """Returns the digests of the parts in slots; 0 for none."""
-        found: list[int] = []
-        for part in slices_of(offsets, _CLEAR_SLICE):
-            if len(part) < len(offsets):
-                await self._scheduler.turn(session)
-            found += self._runtime.digests.of(part)
-        return found
-
-    async def verify(self, session: EngineSession, lease: BlockLease, items: Sequence[int]) -> None:
+    def verify(self, session: EngineSession, lease: BlockLease, items: Sequence[int]) -> Awaitable[None] | None:
         """Compares the digests of blocks that a client has found damaged; removes damaged blocks.
 
-        Of a long report, only the first blocks are verified. A tenant's report is ignored while
-        another one is verified, and for `_REST` times as long afterwards, because each takes the
-        processor. The next load reports what is left again.
+        Returns what the caller may await, or None if the report is ignored: while another one of
+        the tenant is verified, and after one that named an intact block for `_REST` times as long,
+        because each takes the processor. Of a long report, only the first blocks are verified. The
+        next load reports what is left again.
         """
+        namespace = session.namespace
         if session.tenant in self._verifying:
-            return
-        rank, items = session.own_rank(), list(dict.fromkeys(items))
-        most = max(1, _MAX_VERIFIED_BYTES // max(session.namespace.part_bytes))
-        blocks = [block for block in lease.blocks(items) if block is not None and block.ready][:most]
+            return None
+        most = max(1, _MAX_VERIFIED_BYTES // (namespace.world_size * max(namespace.part_bytes)))
+        found = lease.blocks(list(dict.fromkeys(items)))
+        blocks = [block for block in found if block is not None and block.ready][:most]
         self._verifying.add(session.tenant)
-        began = self._runtime.now()
-        lease.readers += 1
+        lease.readers += 1  # the blocks stay pinned
+        return asyncio.shield(self._spawn(self._verify(session, lease, blocks)))
+
+    async def _verify(self, session: EngineSession, lease: BlockLease, blocks: Sequence[Block]) -> None:
+        began, name = self._runtime.now(), self._sessions.name_of(session.id)
+        damaged: list[int] = []
         try:
-            damaged = await asyncio.to_thread(self._runtime.digests.damaged, blocks, rank)
-            name = self._sessions.name_of(session.id)
+            damaged = await asyncio.to_thread(self._runtime.digests.damaged, blocks)
             self._runtime.remove_damaged([blocks[number] for number in damaged], name)
         finally:
-            seconds = self._runtime.now() - began
-            asyncio.get_running_loop().call_later(_REST * seconds, self._verifying.discard, session.tenant)
+            rest = _REST * (self._runtime.now() - began) if len(damaged) < len(blocks) else 0.0
+            asyncio.get_running_loop().call_later(rest, self._verifying.discard, session.tenant)
             self._core.end_reader(lease)
             self._runtime.run_commands()
 

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from ...cuda.host.socket_io import checksum
 from ...protos.v1 import common_pb2, transfer_pb2
+from ...protos.wire.packed_keys import pack_offsets
 from ...protos.wire.part_sequence import FRAME_BYTES, PartSequence
 from ...tiers.core.in_flight_stores import Store
 from ...tiers.types import EngineSession, LeaseId, StoreId
@@ -69,6 +70,7 @@ class TransferService:
         self._runtime = runtime
         self._core = runtime.core
         self._memory = runtime.region.memory
+        self._digests = runtime.digests
         self._sessions = sessions
         self._validator = validator
         self._frame_bytes = min(validator.limits.max_frame_bytes, FRAME_BYTES)
@@ -168,7 +170,8 @@ class TransferService:
         session = self._sessions.get(request.session)
         lease_id = LeaseId(request.lease_id)
         with self._sessions.stream(session) as limiter:
-            parts = PartSequence(*await self._long_calls.read(session, lease_id, request.items))
+            slots, sizes = await self._long_calls.read(session, lease_id, request.items)
+            parts = PartSequence(slots, sizes)
             offset = 0
             while offset < parts.total_bytes:
                 await self._long_calls.scheduler.turn(session, before=GRPC_SECONDS)
@@ -181,6 +184,8 @@ class TransferService:
                 self._pulled.inc(nbytes)
                 if limiter is not None:
                     limiter.count_bytes(nbytes)
+            self._core.lease(session, lease_id)
+            yield transfer_pb2.PullResponse(digests=pack_offsets(self._digests.of(slots)))
 
     async def Locate(
         self, request: transfer_pb2.LocateRequest, context: grpc.aio.ServicerContext

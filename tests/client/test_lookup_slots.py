@@ -187,7 +187,8 @@ def test_a_session_without_the_region_gets_no_slots(engine: Engine, transport: s
     """A worker without the region ignores slots, and receives the bytes."""
     remote = engine.connect(transport=transport)
     with remote.lookup(KEYS, slots=True) as lease:
-        assert (lease.prefix_hits, lease.slots) == (len(KEYS), None)
+        assert lease.prefix_hits == len(KEYS)
+        assert lease.slots is None or not lease.slots.offsets  # it may name keys to verify
         assert engine.read(0, lease.id, [0], lease.slots) == PREPARED
     with engine.scheduler.lookup(KEYS, slots=True) as lease:
         engine.workers[1] = engine.connect(1, transport=transport)

@@ -469,7 +469,7 @@ def test_items_of_a_lease_are_read(*, named: bool) -> None:
     lease: Any = 5
     if named:
         lookup = cache_pb2.LookupResponse(statuses=bytes([KeyStatus.HIT] * 2), lease_id=5)
-        lease = lookup_result(lookup, "r", KEYS, script.session, lambda _: {})
+        lease = lookup_result(lookup, "r", KEYS, script.session)
 
     def send(pull: Pull) -> None:
         assert pull.timeout == TIMEOUTS.transfer

@@ -25,7 +25,7 @@ SERVER_FAULTS = (
     Fault(
         "granted slots keep the digests of earlier blocks",
         _CACHE,
-        "        await self._long_calls.clear_digests(session, answer.slots)\n",
+        "        self._runtime.digests.clear(answer.slots)\n",
         "",
     ),
     Fault(
@@ -71,10 +71,22 @@ SERVER_FAULTS = (
         "                pass\n",
     ),
     Fault(
-        "clients without the region get no digests",
-        _CACHE,
-        "                digests = pack_offsets(await self._long_calls.digests(session, read))\n",
-        "                pass\n",
+        "streams bring no digests",
+        _STREAMS,
+        "digests = pack_offsets([table[slot // DIGEST_PAGE_BYTES] for slot in stream.slots])",
+        "digests = b''",
+    ),
+    Fault(
+        "streams over gRPC bring no digests",
+        _TRANSFER,
+        "            yield transfer_pb2.PullResponse(digests=pack_offsets(self._digests.of(slots)))\n",
+        "",
+    ),
+    Fault(
+        "damaged blocks of another server are loaded",
+        "server/peers/peer_tier.py",
+        "                damaged.update(_damaged(blocks, rank, digests))\n",
+        "",
     ),
     Fault(
         "a load under an expired lease is confirmed",

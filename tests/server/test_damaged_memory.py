@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -251,19 +252,83 @@ def test_a_server_records_what_the_sessions_compare(server: ServerProcess) -> No
     """Parts of streams: all while a session compares all, otherwise the sample."""
     chosen = sampled(KEYS)
 
-    def recorded(client: Client) -> list[int]:
-        with client.lookup(KEYS, slots=True) as lease:
-            found = struct.unpack(f"<{len(KEYS)}Q", lease.digests)
-        return [number for number, digest in enumerate(found) if digest]
+    def recorded(mapping: Client) -> list[int]:
+        with mapping.lookup(KEYS, slots=True) as lease:
+            assert lease.slots is not None
+            offsets = struct.unpack(f"<{len(KEYS)}Q", lease.slots.offsets)
+        digests = mapping._transport.session.region.digests
+        return [number for number, offset in enumerate(offsets) if digests[offset // 4096]]
 
-    with connected(server, "tcp", verify="sampled") as sampling:
+    with connected(server, "tcp", verify="sampled") as sampling, connected(server, "shm", verify="off") as mapping:
         store(sampling, KEYS)
-        assert recorded(sampling) == chosen
+        assert recorded(mapping) == chosen
         assert sampling.reset(wait=10) == 0
         with connected(server, "tcp", verify="always"):
             store(sampling, KEYS)
-            assert recorded(sampling) == list(range(len(KEYS)))
+            assert recorded(mapping) == list(range(len(KEYS)))
         assert sampling.reset(wait=10) == 0
-        wait_until(lambda: len(server.status().sessions) == 1, 10)
+        wait_until(lambda: len(server.status().sessions) == 2, 10)
         store(sampling, KEYS)
-        assert recorded(sampling) == chosen
+        assert recorded(mapping) == chosen
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+def test_damage_is_found_beside_a_store_of_the_same_client(server: ServerProcess, transport: Transport) -> None:
+    others = [[key_of(number, salt=f"{batch}") for number in range(256)] for batch in range(8)]
+    ended = threading.Event()
+
+    def store_others() -> None:
+        while not ended.is_set():
+            for keys in others:
+                client.store(keys, [payload(key, PART) for key in keys])
+
+    with connected(server, transport) as client:
+        store(client, KEYS)
+        thread = threading.Thread(target=store_others)
+        thread.start()
+        try:
+            for damaged in range(40, 20, -1):
+                flip(server, [KEYS[damaged]])
+                assert correct_hits(client, KEYS) == damaged
+        finally:
+            ended.set()
+            thread.join()
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_worker_verifies_what_it_was_told(server: ServerProcess, transport: Transport) -> None:
+    """Of what its scheduler names. Over streams the scheduler has no slots, but names the keys."""
+    found = {}
+    for verify in ("always", "sampled", "off"):
+        engine = {"engine_id": "engine"}
+        with (
+            connected(server, transport, **engine) as scheduler,
+            connected(server, transport, verify=verify, **engine) as worker,
+        ):
+            store(scheduler, KEYS)
+            lease = scheduler.lookup(KEYS, slots=True)
+            flip(server, [KEYS[DAMAGED]])
+            try:
+                with worker.read(lease.id, range(len(KEYS)), slots=lease.slots):
+                    pass
+                found[verify] = False
+            except ChecksumMismatch:
+                found[verify] = True
+            lease.release()
+            assert scheduler.reset(wait=10) == 0
+    assert DAMAGED not in sampled(KEYS)
+    assert found == {"always": True, "sampled": False, "off": False}
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_reader_may_change_its_staging_buffer(server: ServerProcess) -> None:
+    with connected(server, "tcp") as client:
+        store(client, KEYS)
+        with client.lookup(KEYS) as lease:
+            with client.read(lease, range(4)) as batch:
+                batch.memory[:] = bytes(len(batch.memory))
+            flip(server, [KEYS[2]])
+            with pytest.raises(ChecksumMismatch), client.read(lease, range(4)):
+                pytest.fail("the block is damaged")

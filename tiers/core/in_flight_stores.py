@@ -62,7 +62,7 @@ class Store:
 
     @property
     def origin(self) -> StoreOrigin:
-        return StoreOrigin(self.owner.engine[1], self.owner.request_id, self.begun_at)
+        return StoreOrigin(self.owner.engine[1], self.begun_at)
 
     def receive(self, start: int, end: int) -> bool:
         """Records bytes that the server has written. Returns False if there are too many gaps."""

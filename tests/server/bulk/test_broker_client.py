@@ -176,7 +176,7 @@ def test_bytes_of_a_stream_that_ends_meanwhile_are_not_overwritten(server: Serve
 def test_a_push_writes_nothing_to_an_ended_store(server: Server, broker: BrokerClient, *, ended: bool) -> None:
     """The refusal arrives between the grant and the first frame."""
     stream = stream_of(broker)
-    region: Any = SimpleNamespace(memory=memoryview(bytearray(4)))
+    region: Any = SimpleNamespace(memory=memoryview(bytearray(4)), digests=[0])
     unused: Any = None
     streams = StreamServer(broker, region, LimitConfig(), unused)
     request = transfer_pb2.PushRequest(store_id=1, complete=True).SerializeToString()
@@ -202,7 +202,7 @@ def test_a_push_writes_nothing_to_an_ended_store(server: Server, broker: BrokerC
 def test_a_pull_reads_nothing_of_an_ended_lease(server: Server, broker: BrokerClient, *, ended: bool) -> None:
     """The refusal arrives between the grant and the first frame."""
     stream = stream_of(broker)
-    region: Any = SimpleNamespace(memory=memoryview(b"data"))
+    region: Any = SimpleNamespace(memory=memoryview(b"data"), digests=[0])
     unused: Any = None
     streams = StreamServer(broker, region, LimitConfig(), unused)
 

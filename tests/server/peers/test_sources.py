@@ -7,16 +7,18 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from harness.bulk import kill_bulk, wait_for_bulk
 from harness.http_get import get
-from harness.payloads import assert_serves, key_of, namespace_of, payload
+from harness.payloads import assert_serves, is_payload, key_of, namespace_of, payload
 from harness.polling import wait_until
 from harness.ports import ReservedPort
 from harness.server_process import MIB, ServerProcess, bulk_pid
@@ -604,3 +606,29 @@ async def test_a_search_queries_shared_tiers_meanwhile(tmp_path: Path) -> None:
         assert searching._lacking(calls.session, KEYS, EVERYWHERE) == KEYS
         assert calls.runtime.core.take_commands() == []
         await until(lambda: not calls.runtime.core._tier_jobs.residency._queries)
+
+
+def test_a_block_that_is_damaged_in_the_memory_of_the_source(tmp_path: Path, source: ServerProcess) -> None:
+    """It is not loaded, the others are, and the source removes it."""
+    with contextlib.ExitStack() as opened:
+        here = opened.enter_context(_here(tmp_path / "c", source.tcp))
+        namespace = namespace_of(PART, model="damaged", world_size=2)
+        there, near = (
+            [opened.enter_context(Client(end, namespace=namespace, rank=rank, verify="always")) for rank in range(2)]
+            for end in (source.endpoint, here.endpoint)
+        )
+        for client in (*there, *near):
+            client.wait_until_connected(60)
+        for rank, client in enumerate(there):
+            client.store(KEYS[:8], [payload(key, PART, rank) for key in KEYS[:8]])
+        with there[1].lookup(KEYS[:8], slots=True) as lease:
+            assert lease.slots is not None
+            [slot] = struct.unpack("<Q", lease.slots.offsets[8 * 5 : 8 * 6])
+            there[1]._transport.session.region.memory[slot] ^= 1
+        with near[0].lookup(KEYS[:8], wait=30, source=source.tcp, prefix=False) as lease:
+            assert [number for number, status in enumerate(lease.statuses) if status != 1] == [5]
+        wait_until(lambda: there[0].lookup(KEYS[:8]).prefix_hits == 5)
+        for rank, client in enumerate(near):
+            buffers = [np.empty(PART, np.uint8) for _ in range(5)]
+            assert client.load(KEYS[:5], buffers) == 5
+            assert all(is_payload(key, found, rank) for key, found in zip(KEYS, buffers, strict=False))

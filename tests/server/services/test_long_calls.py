@@ -654,7 +654,7 @@ def test_each_frame_of_a_stream_over_grpc_waits_for_a_turn(push: bool) -> None: 
                 run_to_end(calls.runtime.core.complete_store(calls.session, store_id))
                 lease_id = (await calls.look_up(keys)).lease_id
                 request = transfer_pb2.PullRequest(lease_id=lease_id, items=range(8))
-                assert len([each async for each in service.Pull(request, None)]) == 8
+                assert [bool(each.payload) async for each in service.Pull(request, None)] == [True] * 8 + [False]
             # The first frame of a Push tells which session it is.
             assert calls.long_calls.scheduler.turns - before == 8 - push
 

@@ -89,7 +89,7 @@ async def test_a_lookup(calls: Calls, core: Core, mode: int, *, prefix: bool) ->
 async def test_the_answer_of_a_lookup(calls: Calls, core: Core, *, is_mapped: bool) -> None:
     """Leading hits are counted, trailing misses have a source of 0, and only hits have slots.
 
-    Only a session that maps the region gets slots; another one gets the digests of their parts.
+    Only a session that maps the region gets slots.
     """
     lease = SimpleNamespace(id=9, pending=0, statuses=lambda: bytes([HIT, MISS, HIT, MISS]), sources=bytes([1, 0, 2]))
     core.answer("lookup", LookupAnswer(4, lease, not_retained=3))  # type: ignore[arg-type]
@@ -98,7 +98,6 @@ async def test_the_answer_of_a_lookup(calls: Calls, core: Core, *, is_mapped: bo
         assert (lease_id, hits) == (9, 1)
         return [64]
 
-    calls.runtime.digests = SimpleNamespace(of=lambda offsets: [77 for _ in offsets])
     calls.long_calls.slots = slots  # type: ignore[assignment,method-assign]
     if is_mapped:
         calls.session.writers.add(1)
@@ -111,7 +110,6 @@ async def test_the_answer_of_a_lookup(calls: Calls, core: Core, *, is_mapped: bo
         lease_id=9,
         not_retained_blocks=3,
         slot_offsets=pack_offsets([64] if is_mapped else []),
-        digests=pack_offsets([] if is_mapped else [77]),
     )
 
 

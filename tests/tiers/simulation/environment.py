@@ -245,6 +245,7 @@ class Environment:
         named = self.rng.sample(blocks, self.rng.randint(1, min(4, len(blocks))))
         there = [b for b in named if b.ready and inside.block(self.world.core, *b.name) is b]
         self.world.deleted = {block.name for block in there}
+        self.world.damaged.update(there)
         pinned = [block for block in there if block.pins]
         held = [set(tier) for tier in self.world.core_view.held]
         removed = self.world.core.remove_damaged(named)

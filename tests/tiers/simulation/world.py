@@ -132,6 +132,8 @@ class World:
         self.overdue: set[Block] = set()
         """Blocks in retiring extents whose pins the core may have ended in this event."""
         self.deleted: set[Name] = set()
+        self.damaged: set[Block] = set()
+        """Blocks that were found damaged. Those with pins are dropped later."""
         """Blocks that a client has deleted in this event."""
         self.changed: set[tuple[bytes, str, str]] = set()
         self._evictions = [0] * (len(self.tiers) + 1)
@@ -176,7 +178,9 @@ class World:
         self.ledger.requests.finish_of_ended_sessions()
         self.ledger.end_of_stores({store.id for store in inside.abandoned(self.core)})
         self.ledger.holds.update_engines({client.session.engine for client in self.ledger.clients})
-        self.gone = [block for block in self.before.ready if not block.ready and not block.hold_only]
+        left = (block for block in self.before.ready if not block.ready and not block.hold_only)
+        earlier = self.damaged if self.doing != "find_damage" else ()
+        self.gone = [block for block in left if block not in earlier]
         self.gone_below = [old - new for old, new in zip(self.before.held, core_view.held, strict=True)]
         secondaries = inside.secondaries(self.core)
         view = TierView(
