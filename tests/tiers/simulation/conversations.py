@@ -62,6 +62,14 @@ class Action(Call):
                 book.retained.pop(block, None)
         return more
 
+    def abandon(self) -> None:
+        """As `Call.abandon`. A PIN is undone, in slices: its blocks stay as long as before."""
+        before, retained = dict(self.task.before), self.world.settings_model.retained
+        super().abandon()
+        for block in self.blocks():
+            if block in retained and block.name in before:
+                retained[block] = min(retained[block], before[block.name] - 1.0)
+
     def blocks(self) -> Iterator[Block]:
         found = (inside.block(self.world.core, *name) for name in self.names)
         return (block for block in found if block is not None and not block.hold_only)
