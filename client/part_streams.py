@@ -99,7 +99,7 @@ class PartReceiver:
         self.missing = list(range(len(sizes)))
         """Indices of the parts that have not arrived."""
         self.digests = [0] * len(sizes)
-        """Digests of the parts; 0 if there is none, or if the stream of the part broke."""
+        """Digests of the parts; 0 for a part without one, or whose stream broke."""
         self._begin()
 
     def take_answer(self, answer: transfer_pb2.PullResponse) -> None:

@@ -136,7 +136,7 @@ class LoadOperations(LookupOperations, Base):
         yield from self._complete_load(reading, release=release)
 
     def _check(self, reading: Reading) -> Operation[None]:
-        """Reports parts of the batch that do not match their digests, and raises ChecksumMismatch."""
+        """Reports parts of the batch that do not match their digests; raises ChecksumMismatch."""
         batch, damaged = reading.batch, list[int]()
         if reading.names:
             addresses = [batch.address + offset for offset in batch.offsets]
