@@ -123,26 +123,35 @@ class RegionJobs:
         worker.load(lambda: self._bytes_of(blocks), len(blocks), ended)
 
     def store(self, worker: TierWorker, blocks: Sequence[Block], finished: Finished) -> None:
-        """Starts a store, without the blocks that are damaged. Their outcome is CORRUPT."""
-        damaged: set[int] = set()
+        """Starts a store, without the blocks that are damaged. Their outcome is CORRUPT.
+
+        Blocks are compared before the store and after it, because the tier reads them in between.
+        """
+        damaged: set[Block] = set()
 
         def read() -> list[BlockBytes]:
-            damaged.update(self._digests.damaged(blocks))
-            if not damaged:
-                return self._bytes_of(blocks)
-            self._remove_damaged([blocks[number] for number in damaged], worker.tier.name)
-            return self._bytes_of([block for number, block in enumerate(blocks) if number not in damaged])
+            damaged.update(self._find_damaged(blocks, worker))
+            return self._bytes_of(block for block in blocks if block not in damaged)
 
         def ended(outcomes: Sequence[Outcome]) -> None:
-            if damaged:
-                left = iter(outcomes)
-                outcomes = [
-                    Outcome.CORRUPT if number in damaged else next(left, Outcome.FAILED)
-                    for number in range(len(blocks))
-                ]
-            finished(outcomes)
+            try:
+                if damaged:
+                    left = iter(outcomes)
+                    outcomes = [Outcome.CORRUPT if block in damaged else next(left, Outcome.FAILED) for block in blocks]
+                done = [block for block, each in zip(blocks, outcomes, strict=False) if each is Outcome.DONE]
+                if late := self._find_damaged(done, worker):
+                    pairs = zip(blocks, outcomes, strict=False)
+                    outcomes = [Outcome.CORRUPT if block in late else each for block, each in pairs]
+            finally:
+                finished(outcomes)
 
         worker.store(read, len(blocks), ended)
+
+    def _find_damaged(self, blocks: Sequence[Block], worker: TierWorker) -> set[Block]:
+        damaged = [blocks[number] for number in self._digests.damaged(blocks)]
+        if damaged:
+            self._remove_damaged(damaged, worker.tier.name)
+        return set(damaged)
 
     def _bytes_of(self, blocks: Iterable[Block]) -> list[BlockBytes]:
         memory, found = self._memory, []

@@ -13,7 +13,7 @@ from ...protos.wire.packed_keys import offset_table, unpack_offsets
 from ..effects import Copy, Operation, Pull
 from ..errors import ChecksumMismatch, KVTierError, LeaseLost, NotConnected, ServerError, error_for
 from ..part_streams import ATTEMPTS, PartReceiver, is_retryable
-from ..results import LeaseSlots, LookupResult, ReadBatch
+from ..results import KeyStatus, LeaseSlots, LookupResult, ReadBatch
 from ..session.session import ClientSession
 from .arguments import LookupOptions, message
 from .base import Base, Held, consecutive
@@ -193,17 +193,17 @@ class LoadOperations(LookupOperations, Base):
 
     def _report_damage(self, keys: Sequence[bytes]) -> Operation[None]:
         """Reports parts that a stream has brought: its lease may have ended with it."""
-        for key in keys[:MAX_REPORTED]:
-            found = yield from self.lookup([key], {})
-            if found.id:
-                request = message(
-                    cache_pb2.CompleteLoadRequest,
-                    session=found.session.ref,
-                    lease_id=found.id,
-                    release=True,
-                    damaged_items=[0],
-                )
-                yield from self._call(found.session, "CacheService/CompleteLoad", request)
+        found = yield from self.lookup(keys[:MAX_REPORTED], {"prefix": False})
+        items = [item for item, status in enumerate(found.statuses) if status == KeyStatus.HIT]
+        if found.id:
+            request = message(
+                cache_pb2.CompleteLoadRequest,
+                session=found.session.ref,
+                lease_id=found.id,
+                release=True,
+                damaged_items=items,
+            )
+            yield from self._call(found.session, "CacheService/CompleteLoad", request)
 
     def _load(
         self,

@@ -117,7 +117,7 @@ def lookup_result(
         statuses=answer.statuses,
         prefix_hits=answer.prefix_hits,
         request_id=request_id,
-        keys=keys,
+        keys=list(keys),  # the caller may change its list before `read`
         session=session,
         source_indices=answer.sources,
         slots=_slots_of(answer, keys, session, names),

@@ -65,6 +65,7 @@ class StoreOperations(Base):
         session: ClientSession = yield self._connect
         held.use(session)
         held.session = session
+        keys = list(keys)  # the caller may change its list before `end_write`
         answer = yield from self._prepare_store(session, keys, options, held.grant_id)
         try:
             batch = self._batch(held, session, keys, answer, staged=staged, sizes=sizes)
@@ -117,7 +118,14 @@ class StoreOperations(Base):
             staged = writing.session.region is None
             sources = [batch.address + offset for offset in batch.offsets] if staged else ()
         if writing.store_id and writing.session.region is not None and not writing.has_digests:
-            yield Copy(partial(self._record_digests, writing, [batch.address + offset for offset in batch.offsets]))
+            try:
+                slots = [batch.address + offset for offset in batch.offsets]
+                yield Copy(partial(self._record_digests, writing, slots))
+            except GeneratorExit:
+                raise  # the event loop has ended; a thread may still read the slots
+            except BaseException as error:
+                yield from self.abort_write(writing, error)
+                raise
         attempt = 1
         while writing.store_id:
             try:

@@ -41,6 +41,18 @@ SERVER_FAULTS = (
         "",
     ),
     Fault(
+        "a cancelled call frees slots that a thread reads",
+        "server/rpc/own_copies.py",
+        "        return asyncio.shield(task)\n",
+        "        return task\n",
+    ),
+    Fault(
+        "a store is small if its first part is",
+        _DIGESTS,
+        "return sum(block.part_bytes for block in blocks if self._has_digest(block))",
+        "return sum(block.part_bytes for block in list(blocks)[:1])",
+    ),
+    Fault(
         "parts of streams have no digest",
         _BROKER,
         "recording = self.writers.record_digests(store) if store is not None else None",
@@ -49,20 +61,26 @@ SERVER_FAULTS = (
     Fault(
         "tiers get damaged blocks",
         _DIGESTS,
-        "            damaged.update(self._digests.damaged(blocks))\n",
+        "            damaged.update(self._find_damaged(blocks, worker))\n",
         "",
     ),
     Fault(
         "damaged blocks that a tier did not get stay in memory",
         _DIGESTS,
-        "            self._remove_damaged([blocks[number] for number in damaged], worker.tier.name)\n",
-        "",
+        "            self._remove_damaged(damaged, worker.tier.name)\n",
+        "            pass\n",
     ),
     Fault(
         "the outcomes of a store beside a damaged block are those of other blocks",
         _DIGESTS,
-        "            if damaged:\n                left = iter(outcomes)\n",
-        "            if False:\n                left = iter(outcomes)\n",
+        "                if damaged:\n                    left = iter(outcomes)\n",
+        "                if False:\n                    left = iter(outcomes)\n",
+    ),
+    Fault(
+        "a block that is damaged while a tier reads it counts as stored",
+        _DIGESTS,
+        "                if late := self._find_damaged(done, worker):\n",
+        "                if late := set[Block]():\n",
     ),
     Fault(
         "loaded parts have no digest",

@@ -332,3 +332,21 @@ def test_a_reader_may_change_its_staging_buffer(server: ServerProcess) -> None:
             flip(server, [KEYS[2]])
             with pytest.raises(ChecksumMismatch), client.read(lease, range(4)):
                 pytest.fail("the block is damaged")
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_caller_may_change_its_list_of_keys(server: ServerProcess, transport: Transport) -> None:
+    with connected(server, transport) as client:
+        keys = KEYS[:4]
+        with client.write(keys) as batch:
+            for key, view in zip(keys, batch.views(), strict=True):
+                view[:] = payload(key, PART).data
+            keys.clear()
+        keys = KEYS[:4]
+        lease = client.lookup(keys)
+        keys.reverse()
+        with client.read(lease, range(4)) as read:
+            assert [bytes(view) for view in read.views()] == [payload(key, PART).tobytes() for key in KEYS[:4]]
+        lease.release()
+        assert_serves(client, KEYS[:4])

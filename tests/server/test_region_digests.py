@@ -119,6 +119,29 @@ def test_a_store_leaves_damaged_blocks_out(region: HostRegion, outcomes: list[Ou
     assert removed == [([blocks[0], blocks[2]], "below")]
 
 
+def test_a_block_that_is_damaged_while_a_tier_reads_it(region: HostRegion) -> None:
+    """The tier may have read the damaged bytes, so the block does not count as stored."""
+    digests, blocks = RegionDigests(region), blocks_in(region, 3)
+    removed: list[Block] = []
+    jobs = RegionJobs(region, digests, lambda damaged, _: removed.extend(damaged))
+    with digests.all_of(SPEC.id):
+        digests.record(blocks)
+
+    class Late(Worker):
+        def store(self, read: Any, number: int, finished: Any) -> None:
+            def late() -> Any:
+                found = read()
+                region.memory[slot_of(blocks[1], 1)] ^= 1
+                return found
+
+            super().store(late, number, finished)
+
+    ended: list[Sequence[Outcome]] = []
+    jobs.store(Late(), blocks, ended.append)  # type: ignore[arg-type]
+    assert ended == [[Outcome.DONE, Outcome.CORRUPT, Outcome.DONE]]
+    assert removed == [blocks[1]]
+
+
 def test_a_load_records_digests_of_what_was_loaded(region: HostRegion) -> None:
     digests, blocks = RegionDigests(region), blocks_in(region, 3)
     jobs = RegionJobs(region, digests, lambda *_: pytest.fail("nothing is damaged"))
