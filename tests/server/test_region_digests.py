@@ -89,6 +89,15 @@ def test_all_parts_of_a_namespace_or_the_sample(region: HostRegion) -> None:
     assert digests.of(offsets) == [0, 0]
 
 
+def test_the_bytes_that_a_record_reads(region: HostRegion) -> None:
+    """Of one rank of each block that gets a digest, not of the first one only."""
+    digests, blocks = RegionDigests(region), blocks_in(region, 3)
+    blocks[0].part_bytes = 1
+    assert digests.bytes_of(blocks) == 0
+    with digests.all_of(SPEC.id):
+        assert digests.bytes_of(blocks) == 1 + 2 * PART
+
+
 def test_one_damaged_part_of_any_rank(region: HostRegion) -> None:
     digests, blocks = RegionDigests(region), blocks_in(region, 3)
     with digests.all_of(SPEC.id):
