@@ -65,8 +65,9 @@ class StoreOperations(Base):
         session: ClientSession = yield self._connect
         held.use(session)
         held.session = session
+        preparing = self._prepare_store(session, keys, options, held.grant_id)
         keys = list(keys)  # the caller may change its list before `end_write`
-        answer = yield from self._prepare_store(session, keys, options, held.grant_id)
+        answer = yield from preparing
         try:
             batch = self._batch(held, session, keys, answer, staged=staged, sizes=sizes)
         except BaseException as error:  # for example, no memory for a staging buffer
