@@ -117,7 +117,7 @@ class TierRuntime:
         """New stalls are detected from this time on. The end of a stall is always detected."""
         self._waiting: dict[_Name, dict[asyncio.Future[None], None]] = defaultdict(dict)
         self._observe_failure: Callable[[str], object] = lambda _: None
-        self.observe_damage: Callable[[int], object] = lambda _: None  # of a number of blocks
+        self.observe_damage: Callable[[int], object] = lambda _: None  # gets their number
         self._damage_log = DamageLog()
         self._slice_failed = False
         self._slice_seconds = 0.0  # duration of the last slice

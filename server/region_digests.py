@@ -90,7 +90,7 @@ class RegionDigests:
 
     @staticmethod
     def _slots(block: Block, rank: int | None) -> Sequence[tuple[int, int]]:
-        """Returns rank and offset of the parts with a slot."""
+        """Returns the rank and the offset of each part that has a slot."""
         slots = enumerate(block.slots) if rank is None else ((rank, block.slots[rank]),)
         return [(number, offset) for number, offset in slots if offset is not None]
 

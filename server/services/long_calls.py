@@ -41,6 +41,7 @@ _RETRY_SECONDS = 0.005
 _MAX_VERIFIED_BYTES = 256 << 20
 """Limit of the bytes that the server reads after a report of damage: 20 ms on a thread."""
 _REST = 10
+"""Factor of the time for which a tenant's reports are ignored after a false one."""
 _UNPIN_SLICE = 8192
 """Blocks of released leases per slice: 0.1 µs per block."""
 _LEASE_COST = 16
