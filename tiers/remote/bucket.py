@@ -35,12 +35,13 @@ MAX_PATH_BYTES = 1024
 """Limit of the names of S3, Google and Azure."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_PATH = re.compile(r'Path "([^"]*)"')
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
 _FULL = re.compile(
     r"QuotaExceeded|InsufficientStorage|EntityTooLarge\b.{0,20}quota|No space left|StorageFull|XMinioStorageFull"
 )
 
-_REFUSALS = frozenset({"NotSupportedError", "PermissionDeniedError", "UnauthenticatedError"})
+_REFUSALS = frozenset({"InvalidPathError", "NotSupportedError", "PermissionDeniedError", "UnauthenticatedError"})
 
 T = TypeVar("T")
 
@@ -222,6 +223,11 @@ def _translated(error: BaseException, seconds: float) -> TierError:
     is_busy = number >= HTTPStatus.INTERNAL_SERVER_ERROR or number == HTTPStatus.TOO_MANY_REQUESTS
     if number and code:
         message = f"status {number}, {code.group(1)}"
+    elif kind == "InvalidPathError":
+        found = _PATH.search(text)
+        message = (
+            f"the client library refuses an object name in a list: {ascii(found.group(1) if found else text)[:300]}"
+        )
     elif "kind: Timeout" in text or "TimedOut" in text:
         message = f"no answer within {seconds:.2g} s"
     else:

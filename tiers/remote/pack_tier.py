@@ -124,7 +124,7 @@ class PackTier(NetworkTier):
             packs: list[tuple[NamespaceId, list[BlockBytes]]] = []
             for namespace, some in storable.items():
                 with refusals.kept():  # the packs of other namespaces may be readable
-                    self._finder.update(namespace, list(some))
+                    self._update(namespace, list(some), refusals.texts)
                     fresh = {key for key, block in some.items() if self._is_fresh(block)}
                     outcomes |= dict.fromkeys(((namespace, key) for key in fresh), Outcome.DONE)
                     missing = [block for key, block in some.items() if key not in fresh]

@@ -5,20 +5,23 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from contracts.tier import CORRUPT, DONE, FAILED, MISSING, SPACE, content, empty, fetch, full, key
 from harness.hostile_stores import HostileRedis, HostileS3, S3Handler, running
 
+from kvtier.tiers.remote import pack_finder
 from kvtier.tiers.remote.dialing import Dialer, ServerAddress
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.object_store import StoreUnavailableError
-from kvtier.tiers.remote.s3 import BucketAddress, BucketOptions, open_bucket
+from kvtier.tiers.remote.pack_format import folder_of, hour_of
+from kvtier.tiers.remote.s3 import BucketAddress, BucketOptions, S3Tier, open_bucket
 from kvtier.tiers.remote.valkey import ValkeyTier
 from kvtier.tiers.remote.valkey_nodes import MAX_NODES, owners_in
 from kvtier.tiers.remote.value_codec import name_of
-from kvtier.tiers.secondary_tier import TierError
+from kvtier.tiers.secondary_tier import NamespaceId, TierError
 
 LIMITS = RemoteLimits(deadline_seconds=5.0)
 SIZES = (3000,)
@@ -216,6 +219,28 @@ class TestObjectStore:
         before = requests
         time.sleep(0.1)
         assert requests <= before + 2, "the library has ended its requests"
+
+    @pytest.mark.parametrize("name", ["9/../x", "9/..", "9//x", "9/./x", "9\x01", "9\x7f"])
+    def test_a_name_that_the_library_refuses_affects_one_folder(
+        self, store: HostileS3, tmp_path: Path, name: str
+    ) -> None:
+        """Its lists are refused. Stores and the blocks of other namespaces are not affected."""
+        names = [NamespaceId(bytes([number]) * len(SPACE)) for number in (1, 2)]
+        options = {"url": "s3://bucket", "limits": RemoteLimits(), **asdict(_options(store, tmp_path))}
+        writer, reader = (S3Tier(each, 1 << 30, **options) for each in ("writer", "reader"))
+        folder = f"{folder_of(names[0])}{hour_of(time.time())}"
+        store.objects[f"{folder}/{name}"] = b""
+        blocks = [full(key(1), content(key(1), SIZES), each) for each in names]
+        assert writer.store(blocks) == [DONE, DONE]
+        wanted = [(each, key(1)) for each in names]
+        assert reader.lookup(wanted) == [False, True]
+        assert repr(f"{folder}/{name}".encode())[2:-1] in (reader.last_error or "")
+        del store.objects[f"{folder}/{name}"]
+        time.sleep(pack_finder.REFRESH_SECONDS)
+        assert reader.lookup(wanted) == [True, True]
+        assert reader.last_error is None
+        for tier in (reader, writer):
+            tier.close()
 
 
 def _options(store: HostileS3, directory: Path) -> BucketOptions:
