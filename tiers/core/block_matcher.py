@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..types import MissReason
+from ..types import MissReason, NamespaceSpec
 from .block import Block
 from .cpu_tier import CpuTier
 from .presence_cache import Presence
@@ -27,6 +27,7 @@ class LookupMatch:
     Attributes:
         items: per examined key the pinned block, or None.
         sources: per item the position of the tier that has the block.
+        found: keys that become promotions at the end, with their tier and positions.
         promotions: position, tier and block of each promotion.
         retries: positions with an outstanding query to a shared tier.
         deferred: whether an earlier key of the prefix has an outstanding query.
@@ -37,6 +38,7 @@ class LookupMatch:
 
     items: list[Block | None] = field(default_factory=list)
     sources: bytearray = field(default_factory=bytearray)
+    found: dict[bytes, tuple[SecondaryTierState, list[int]]] = field(default_factory=dict)
     promotions: list[tuple[int, SecondaryTierState, Block]] = field(default_factory=list)
     retries: list[int] = field(default_factory=list)
     deferred: bool = False
@@ -73,7 +75,7 @@ class BlockMatcher:
         rest = keys[ready:ready] if is_full else keys[ready : ready + others]
         # A prefix has at most one miss.
         known = None if prefix else self._residency.keys_among(namespace.id, rest)
-        absent = 0
+        absent, ends = 0, False
         for key in rest:
             block = blocks.get(key)
             if block is not None and (block.ready or block.pending):
@@ -81,11 +83,28 @@ class BlockMatcher:
             elif known is not None and key not in known:
                 absent += 1
                 match.add(None)
+            elif key in match.found:
+                match.found[key][1].append(len(items))
+                match.add(None)
             elif not self._match_below(lookup, key, match) and prefix:
-                return keys
+                ends = True
+                break
+        if match.found:
+            self._add_found(namespace, match)
         if match.counted:
             self._residency.count_misses(absent, excluded)
-        return keys[: len(items)]
+        return keys if ends else keys[: len(items)]
+
+    def _add_found(self, namespace: NamespaceSpec, match: LookupMatch) -> None:
+        """Adds and pins the blocks that secondary tiers have."""
+        added = self._cpu_tier.find_or_add(namespace, list(match.found))
+        for block, (secondary, positions) in zip(added, match.found.values(), strict=True):
+            block.promoting = True
+            block.pins += len(positions)
+            match.promotions.append((positions[0], secondary, block))
+            match.sources[positions[0]] = secondary.index
+            for position in positions:
+                match.items[position] = block
 
     def _match_below(self, lookup: RunningLookup, key: bytes, match: LookupMatch) -> bool:
         """Looks for a block in the secondary tiers; returns False for a miss."""
@@ -106,10 +125,8 @@ class BlockMatcher:
             if not prefix:
                 match.add(None)
             return False
-        [block] = self._cpu_tier.find_or_add(namespace, [key])
-        block.promoting = True
-        match.promotions.append((position, secondary, block))
-        match.add(block, secondary.index)
+        match.found[key] = secondary, [position]
+        match.add(None)
         return True
 
 

@@ -191,17 +191,22 @@ class Catalog:
     def stored(self, entry: CatalogEntry) -> None:
         """Changes an entry from STORING to HELD, because the tier has stored the block."""
         entry.state = EntryState.HELD
-        self.recount(entry)
+        self.recount((entry,))
         if self.events is not None and self.events.is_on:
             self.events.stored(entry.namespace, entry.key)
 
-    def recount(self, entry: CatalogEntry) -> None:
-        """Updates the busy bytes of the share. Called after an entry's state or loads changed."""
-        busy = entry.state is not EntryState.HELD or entry.loads > 0
-        if busy != entry.busy and self.get(entry.namespace, entry.key) is entry:
-            entry.busy = busy
-            if not entry.retained:
-                entry.queue.share.busy += entry.nbytes if busy else -entry.nbytes
+    def recount(self, entries: Iterable[CatalogEntry], loads: int = 0) -> None:
+        """Updates the busy bytes of the shares after a change of the entries' states.
+
+        Adds `loads` to the running loads of each entry before. The catalog may lack entries.
+        """
+        for entry in entries:
+            entry.loads = running = entry.loads + loads
+            busy = running > 0 or entry.state is not EntryState.HELD
+            if busy != entry.busy and self.get(entry.namespace, entry.key) is entry:
+                entry.busy = busy
+                if not entry.retained:
+                    entry.queue.share.busy += entry.nbytes if busy else -entry.nbytes
 
     def retire(self, namespace: NamespaceId) -> None:
         """Makes the current entries of a namespace the first victims. Takes 10 ms per million."""

@@ -226,17 +226,19 @@ class CompletionHandler:
             self._requests.end_if_settled(request)
         if finished.kind is JobKind.STORE:
             return
-        self._lookups.prefetches.ended(block for block, _ in finished.results)
-        for block, done in finished.results:
-            if done and not block.invalidated:
-                block.promoted()
-                self._cpu_tier.became_ready((block,))
-            else:
-                reason = MissReason.RESET if block.invalidated else MissReason.LOAD_FAILED
-                self._history.record(block.namespace, block.key, reason)
-                self._lookups.drop_promotion(block)
-        self.settle([block for block, _ in finished.results])
-        self._cpu_tier.unpin([block for block, _ in finished.results])
+        blocks = [block for block, _ in finished.results]
+        self._lookups.prefetches.ended(blocks)
+        loaded = [block for block, done in finished.results if done and not block.invalidated]
+        failed = [block for block, done in finished.results if not done or block.invalidated]
+        for block in loaded:
+            block.promoted()
+        self._cpu_tier.became_ready(loaded)
+        for block in failed:
+            reason = MissReason.RESET if block.invalidated else MissReason.LOAD_FAILED
+            self._history.record(block.namespace, block.key, reason)
+            self._lookups.drop_promotion(block)
+        self.settle(blocks)
+        self._cpu_tier.unpin(blocks)
 
     def tier_stalled(self, tier: int, *, stalled: bool) -> None:
         """Called when a tier stalls or recovers. Clients do not wait for loads of a stalled one."""

@@ -295,11 +295,12 @@ class LookupHandler:
         items = self.leases.settle(lease, block, most)
         if not lease.counted or not items:
             return len(items)
-        sources = Counter(map(lease.sources.__getitem__, items))
         if block.ready:
-            for source, count in sources.items():
-                self.counters.hit(block.namespace, source, count)
+            hits = self.counters.of(block.namespace).hits
+            for item in items:
+                hits[lease.sources[item]] += 1
             return len(items)
+        sources = Counter(map(lease.sources.__getitem__, items))
         reason = self._history.reason_for(block.namespace, block.key) or MissReason.LOAD_FAILED
         self.counters.miss(block.namespace, reason, len(items))
         for secondary in self._tier_jobs.secondaries:

@@ -150,8 +150,10 @@ class SecondaryTierState:
     def entry_of(self, block: Block) -> CatalogEntry:
         """Returns a block's catalog entry, or a temporary one for a block of another process."""
         entry = self.catalog.get(block.namespace, block.key)
-        queue = self.catalog.queues.queue_for(block.namespace)
-        return entry or CatalogEntry(block.namespace, block.key, block.nbytes, EntryState.HELD, queue)
+        if entry is None:
+            queue = self.catalog.queues.queue_for(block.namespace)
+            entry = CatalogEntry(block.namespace, block.key, block.nbytes, EntryState.HELD, queue)
+        return entry
 
     def take_pending_removals(self) -> list[Name]:
         names = [entry.name for entry in self.pending_removals]

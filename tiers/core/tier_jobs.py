@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice, repeat
 
 from ..secondary_tier import NamespaceId, Outcome, SecondaryTier
 from ..stats.eviction_history import EvictionHistory
@@ -139,9 +139,7 @@ class TierJobs:
                 for block in batch:
                     block.pins += 1
                 job = self._begin(secondary, JobKind.LOAD, batch)
-                for entry in job.entries:
-                    entry.loads += 1
-                    secondary.catalog.recount(entry)
+                secondary.catalog.recount(job.entries, loads=1)
                 secondary.use(batch, user)
 
     def retain(self, blocks: Sequence[Block]) -> None:
@@ -165,28 +163,25 @@ class TierJobs:
         job = self._jobs.pop(job_id, None)
         if job is None:
             return None
-        job.secondary.jobs -= 1
-        acknowledged: list[Request] = []
-        take = self._finish_store if job.kind is JobKind.STORE else self._finish_load
-        results = []
-        for number, (block, entry) in enumerate(zip(job.blocks, job.entries, strict=True)):
-            # Missing outcomes count as failures.
-            outcome = outcomes[number] if number < len(outcomes) else Outcome.FAILED
-            if job.kind is JobKind.LOAD and outcome is Outcome.DONE and entry.nbytes != block.nbytes:
-                # The entry that the tier had listed has another size than the loaded block.
-                outcome = Outcome.CORRUPT
-                job.secondary.pending_removals.append(entry)
+        secondary, acknowledged = job.secondary, list[Request]()
+        secondary.jobs -= 1
+        # Missing outcomes count as failures.
+        outcomes = list(islice(chain(outcomes, repeat(Outcome.FAILED)), len(job.blocks)))
+        for block in job.blocks:
             block.stalled = False
-            take(job.secondary, block, entry, outcome)
-            results.append((block, outcome is Outcome.DONE))
-            if job.kind is JobKind.STORE:
-                acknowledged += self.write_back.acknowledge(job.secondary, block.name, stored=outcome is Outcome.DONE)
-        moved = sum(entry.nbytes for entry, (_, done) in zip(job.entries, results, strict=True) if done)
-        job.secondary.stored_bytes += moved if job.kind is JobKind.STORE else 0
-        job.secondary.loaded_bytes += moved if job.kind is JobKind.LOAD else 0
-        if job.kind is JobKind.STORE:
-            job.secondary.stores -= 1
-        self._advance(job.secondary)
+        if job.kind is JobKind.LOAD:
+            self._finish_loads(job, outcomes)
+        results = [(block, outcome is Outcome.DONE) for block, outcome in zip(job.blocks, outcomes, strict=True)]
+        moved = sum([entry.nbytes for entry, (_, done) in zip(job.entries, results, strict=True) if done])
+        if job.kind is JobKind.LOAD:
+            secondary.loaded_bytes += moved
+        else:
+            for block, entry, outcome in zip(job.blocks, job.entries, outcomes, strict=True):
+                self._finish_store(secondary, block, entry, outcome)
+                acknowledged += self.write_back.acknowledge(secondary, block.name, stored=outcome is Outcome.DONE)
+            secondary.stored_bytes += moved
+            secondary.stores -= 1
+        self._advance(secondary)
         return FinishedJob(job.kind, results, acknowledged)
 
     def lost(self, tier: int, names: Iterable[Name]) -> None:
@@ -267,9 +262,19 @@ class TierJobs:
         secondary.evicted_in_vain_bytes += sum(entry.nbytes for entry in evicted)
         secondary.pending_removals += evicted
 
+    def _finish_loads(self, job: _Job, outcomes: list[Outcome]) -> None:
+        """Ends the loads of a job. Changes the outcomes of blocks with a wrong size."""
+        secondary, done = job.secondary, Outcome.DONE
+        secondary.catalog.recount(job.entries, loads=-1)
+        for number, (block, entry) in enumerate(zip(job.blocks, job.entries, strict=True)):
+            if outcomes[number] is done and entry.nbytes != block.nbytes:
+                # The entry that the tier had listed has another size than the loaded block.
+                outcomes[number] = Outcome.CORRUPT
+                secondary.pending_removals.append(entry)
+            if outcomes[number] is not done or entry.state is EntryState.LOST or secondary.tier.on_demand:
+                self._finish_load(secondary, block, entry, outcomes[number])
+
     def _finish_load(self, secondary: SecondaryTierState, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
-        entry.loads -= 1
-        secondary.catalog.recount(entry)
         if entry.state is EntryState.LOST:
             # If the catalog has a new block of this name, a removal would delete the new block.
             if not entry.loads and secondary.catalog.get(block.namespace, block.key) is None:

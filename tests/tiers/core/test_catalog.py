@@ -110,7 +110,7 @@ class CatalogMachine(RuleBasedStateMachine):
         entry = self.pick(number)
         if entry is not None and entry.state is EntryState.HELD and entry.loads + change >= 0:
             entry.loads += change
-            self.catalog.recount(entry)
+            self.catalog.recount([entry])
 
     @rule(numbers=st.lists(NUMBERS, max_size=4), seconds=st.sampled_from([0.0, 0.0, 5.0, 60.0]))
     def use(self, numbers: list[int], seconds: float) -> None:

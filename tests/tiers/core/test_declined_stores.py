@@ -133,7 +133,7 @@ def test_refused_stores_do_not_walk_over_queued_blocks(capacity: int) -> None:
     assert catalog.make_room(space, 1) == []
     assert looked == 0
     entries[7].state = EntryState.HELD
-    catalog.recount(entries[7])
+    catalog.recount([entries[7]])
     assert catalog.begin_store(space, b"new", 1) == [entries[7]], "the only one that may go"
     assert catalog.begin_store(space, b"newer", 1) is None
     assert 0 < looked <= 500

@@ -208,7 +208,7 @@ def test_a_run_of_victims_ends_at_a_quota() -> None:
         catalog.begin_store(name, b"%d" % number, 1)
         entry = catalog.get(name, b"%d" % number)
         entry.state = EntryState.HELD
-        catalog.recount(entry)
+        catalog.recount([entry])
         catalog.use([entry], number)
     for number in range(10):
         catalog.begin_store(bob, b"more %d" % number, 1)

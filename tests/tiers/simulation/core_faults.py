@@ -134,8 +134,8 @@ MUTANTS = (
         "stores queued during a job are forgotten",
         Invariant.JOBS,
         "core/tier_jobs.py",
-        "            job.secondary.stores -= 1\n        self._advance(job.secondary)\n",
-        "            job.secondary.stores -= 1\n",
+        "            secondary.stores -= 1\n        self._advance(secondary)\n",
+        "            secondary.stores -= 1\n",
     ),
     Mutant(
         "a short queue waits for ever",
@@ -197,8 +197,8 @@ MUTANTS = (
         "finished loads still count as busy",
         Invariant.CAPACITY,
         "core/tier_jobs.py",
-        "        entry.loads -= 1\n        secondary.catalog.recount(entry)\n",
-        "        entry.loads -= 1\n",
+        "        secondary.catalog.recount(job.entries, loads=-1)\n",
+        "        for entry in job.entries:\n            entry.loads -= 1\n",
     ),
     Mutant(
         "blocks retained during a store count twice",
@@ -267,8 +267,8 @@ MUTANTS = (
         "a failed promotion is served",
         Invariant.BYTES,
         "core/completions.py",
-        "            if done and not block.invalidated:\n",
-        "            if not block.invalidated:\n",
+        "        loaded = [block for block, done in finished.results if done and not block.invalidated]\n",
+        "        loaded = [block for block, done in finished.results if not block.invalidated]\n",
     ),
     Mutant(
         "an unwritten part is served",
@@ -288,8 +288,8 @@ MUTANTS = (
         "promoted blocks count as hits of the CPU tier",
         Invariant.COUNTS,
         "core/lookups.py",
-        "                self.counters.hit(block.namespace, source, count)\n",
-        "                self.counters.hit(block.namespace, 0, count)\n",
+        "                hits[lease.sources[item]] += 1\n",
+        "                hits[0] += 1\n",
     ),
     Mutant(
         "hits that are not counted yet are taken back",
@@ -694,7 +694,7 @@ MUTANTS = (
         "promoted blocks have no event",
         Invariant.EVENTS,
         "core/completions.py",
-        "                self._cpu_tier.became_ready((block,))\n",
+        "        self._cpu_tier.became_ready(loaded)\n",
         "",
     ),
     Mutant(
