@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 
-from ...tiers.remote.bucket import Bucket, StoredObject
+from ...tiers.remote.bucket import Bucket, InvalidNameError, StoredObject
 from ...tiers.remote.network_tier import RemoteLimits
 from ...tiers.remote.pack_format import FORMATS, ROOT, format_folder, format_of
 from ...tiers.remote.s3 import BucketAddress, BucketOptions, open_bucket
@@ -97,25 +97,47 @@ def _bucket(tier: TierConfig) -> Bucket:
 def _expired(bucket: Bucket, age_seconds: float) -> Iterator[StoredObject]:
     """Yields the objects of current formats that are older, by the store's time of the write."""
     until = datetime.now(UTC) - timedelta(seconds=age_seconds)
-    for value_format in FORMATS:
-        yield from (found for found in bucket.objects(format_folder(value_format)) if found.stored_at < until)
+    found = _objects(bucket, map(format_folder, FORMATS))
+    yield from (each for each in found if each.stored_at < until)
 
 
 def _old_formats(bucket: Bucket) -> Iterator[StoredObject]:
     """Yields the objects of earlier formats. Those of later ones belong to newer servers."""
-    for folder in bucket.folders(ROOT):
-        number = format_of(f"{ROOT}{folder}/")
-        if number is not None and number < min(FORMATS):
-            yield from bucket.objects(f"{ROOT}{folder}/")
+    folders = (f"{ROOT}{folder}/" for folder in bucket.folders(ROOT))
+    oldest = min(FORMATS)
+    yield from _objects(
+        bucket, (each for each in folders if (number := format_of(each)) is not None and number < oldest)
+    )
+
+
+def _objects(bucket: Bucket, folders: Iterable[str]) -> Iterator[StoredObject]:
+    """Yields the objects of folders. Raises InvalidNameError after the last one."""
+    refused: InvalidNameError | None = None
+    for folder in folders:
+        try:
+            yield from bucket.objects(folder)
+        except InvalidNameError as error:
+            refused = error
+    if refused is not None:
+        raise refused
 
 
 def _delete(bucket: Bucket, objects: Iterable[StoredObject], *, dry_run: bool) -> Iterator[StoredObject]:
-    """Deletes objects and yields them."""
-    remaining = iter(objects)
-    while some := list(islice(remaining, _AT_ONCE)):
+    """Deletes objects and yields them. An error of `objects` is raised after the deletion."""
+    remaining, error = iter(objects), None
+    while error is None:
+        some: list[StoredObject] = []
+        try:
+            some.extend(islice(remaining, _AT_ONCE))
+        except TierError as failure:
+            error = failure
+        if not some:
+            break
         if not dry_run:
             bucket.delete([found.path for found in some])
         yield from some
+    if error is not None:
+        raise error
 
 
 def _line(found: StoredObject, *, dry_run: bool) -> str:

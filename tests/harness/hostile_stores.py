@@ -147,8 +147,10 @@ class S3Handler(BaseHTTPRequestHandler):
         prefix, after = query.get("prefix", ""), query.get("start-after", "")
         found = sorted(path for path in self.store.objects if path.startswith(prefix) and path > after)
         if query.get("delimiter"):
-            folders = sorted({f"{prefix}{path[len(prefix) :].partition('/')[0]}/" for path in found})
+            names = {path: path[len(prefix) :].partition("/") for path in found}
+            folders = sorted({f"{prefix}{name}/" for name, slash, _ in names.values() if slash})
             parts = [f"<CommonPrefixes><Prefix>{escape(each)}</Prefix></CommonPrefixes>" for each in folders]
+            parts += [_entry(path, len(self.store.objects[path])) for path in found if not names[path][1]]
         else:
             parts = [_entry(path, len(self.store.objects[path])) for path in found]
         return f"<ListBucketResult><IsTruncated>false</IsTruncated>{''.join(parts)}{more}</ListBucketResult>".encode()

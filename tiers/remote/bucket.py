@@ -21,6 +21,7 @@ from .object_store import StoreRefusedError, StoreUnavailableError
 
 __all__ = [
     "Bucket",
+    "InvalidNameError",
     "ObjectMissingError",
     "StoreFullError",
     "StoredObject",
@@ -48,6 +49,10 @@ T = TypeVar("T")
 
 class ObjectMissingError(TierError):
     """The store does not have the object."""
+
+
+class InvalidNameError(StoreRefusedError):
+    """The library refuses a list, because it refuses the name of an object in it."""
 
 
 class StoreFullError(StoreRefusedError):
@@ -105,18 +110,32 @@ class Bucket:
 
     def folders(self, folder: str) -> list[str]:
         """Returns the names of the folders in a folder, ascending."""
+        return self._content(folder)[0]
 
-        async def collect(client: Any) -> Any:
-            return await self._obstore.list_with_delimiter_async(client, self._prefix + folder)
+    def objects(self, folder: str, after: str = "") -> Iterator[StoredObject]:
+        """Yields all objects of a folder whose paths sort after `after`, in lists of 1,000.
 
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in self._list(collect)["common_prefixes"])
-
-    def objects(self, folder: str) -> Iterator[StoredObject]:
-        """Yields all objects of a folder, in lists of 1,000."""
-        stream = self._call(lambda client: self._obstore.list(client, self._prefix + folder, chunk_size=1000))
-        while chunk := self._call(lambda _: next(stream, None)):
-            for entry in chunk:
-                yield StoredObject(entry["path"][len(self._prefix) :], entry["size"], entry["last_modified"])
+        If the library refuses the name of an object, each folder in the folder gets a list of its
+        own, so that the name hides one folder. Raises `InvalidNameError` after the last object.
+        """
+        last = after
+        try:
+            stream = self._call(lambda client: self._obstore.list(client, self._prefix + folder, chunk_size=1000))
+            while chunk := self._call(lambda _: next(stream, None)):
+                for each in map(self._stored, chunk):
+                    if each.path > after:
+                        last = max(last, each.path)
+                        yield each
+        except InvalidNameError as error:
+            refused = error
+            folders, direct = self._content(folder)
+            yield from (each for each in direct if each.path > last)
+            for name in folders:
+                try:
+                    yield from self.objects(f"{folder}{name}/", last)
+                except InvalidNameError as another:
+                    refused = another
+            raise refused from None
 
     def read(self, path: str, start: int, end: int) -> memoryview:
         """Returns the bytes from `start` to `end`; fewer if the object is shorter."""
@@ -155,6 +174,19 @@ class Bucket:
                         self._call(lambda client, path=path: self._obstore.delete(client, path))  # type: ignore[misc]
                     except ObjectMissingError:
                         continue
+
+    def _content(self, folder: str) -> tuple[list[str], list[StoredObject]]:
+        """Returns the names of the folders in a folder, and the objects, but not those below."""
+
+        async def collect(client: Any) -> Any:
+            return await self._obstore.list_with_delimiter_async(client, self._prefix + folder)
+
+        found = self._list(collect)
+        folders = sorted(path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
+        return folders, list(map(self._stored, found["objects"]))
+
+    def _stored(self, entry: Any) -> StoredObject:
+        return StoredObject(entry["path"][len(self._prefix) :], entry["size"], entry["last_modified"])
 
     def _list(self, collect: Callable[[Any], Awaitable[T]]) -> T:
         """Runs a list, which may make many requests, until its deadline.
@@ -224,16 +256,15 @@ def _translated(error: BaseException, seconds: float) -> TierError:
     if number and code:
         message = f"status {number}, {code.group(1)}"
     elif kind == "InvalidPathError":
-        found = _PATH.search(text)
-        message = (
-            f"the client library refuses an object name in a list: {ascii(found.group(1) if found else text)[:300]}"
-        )
+        path = _PATH.search(text)
+        message = f"the client library refuses the name of an object: {ascii(path.group(1) if path else text)[:300]}"
     elif "kind: Timeout" in text or "TimedOut" in text:
         message = f"no answer within {seconds:.2g} s"
     else:
         message = _short(error)
     is_answer = (number and not is_busy) or kind in _REFUSALS
-    return StoreRefusedError(message) if is_answer else StoreUnavailableError(message)
+    refusal = InvalidNameError if kind == "InvalidPathError" else StoreRefusedError
+    return refusal(message) if is_answer else StoreUnavailableError(message)
 
 
 def _short(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from contracts.tier import CORRUPT, DONE, FAILED, MISSING, SPACE, content, empty
 from harness.hostile_stores import HostileRedis, HostileS3, S3Handler, running
 
 from kvtier.tiers.remote import pack_finder
+from kvtier.tiers.remote.bucket import InvalidNameError
 from kvtier.tiers.remote.dialing import Dialer, ServerAddress
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.object_store import StoreUnavailableError
@@ -241,6 +243,22 @@ class TestObjectStore:
         assert reader.last_error is None
         for tier in (reader, writer):
             tier.close()
+
+    @pytest.mark.parametrize(
+        ("where", "hidden"),
+        [("a/h1/9/../x", "f/a/h1/9/"), ("a/h1/0//x", "f/a/h1/0/"), ("a/../x", "f/a/"), ("../x", "f/")],
+    )
+    def test_a_name_that_the_library_refuses_hides_one_folder(
+        self, store: HostileS3, tmp_path: Path, where: str, hidden: str
+    ) -> None:
+        """From a list of all objects, which yields the objects of other folders once."""
+        paths = [f"f/{folder}/{hour}/{number}" for folder in "0az" for hour in ("h0", "h1", "h2") for number in "012"]
+        store.objects = dict.fromkeys([*paths, f"f/{where}"], b"x")
+        bucket = open_bucket(BucketAddress.parse("s3://bucket"), _options(store, tmp_path), 1.0)
+        found: list[str] = []
+        with pytest.raises(InvalidNameError, match=re.escape(where.partition("x")[0])):
+            found.extend(each.path for each in bucket.objects("f/"))
+        assert sorted(found) == [path for path in paths if not path.startswith(hidden)]
 
 
 def _options(store: HostileS3, directory: Path) -> BucketOptions:
