@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from harness.payloads import filled
 
-from kvtier.client import DurableStatus, KeyStatus, StoreStatus, WriteBatch
+from kvtier.client import DurableStatus, HoldName, KeyStatus, PublishStatus, StoreStatus, WriteBatch
 from stress.client_slots import ClientSlot, ClientSlots
 from stress.durable_ledger import DurableLedger
 from stress.result_log import ResultLog
@@ -25,6 +25,11 @@ LEASES = (None, None, 0.3, 1.0, LONG_LEASE)
 """Requested lease durations in seconds. Long leases are released, or end with a killed client."""
 WAITS = (0.0, 0.0, 0.1, 0.5)
 BATCHES = (1, 2, 6, 16, 48)
+HOLD_SECONDS = 8.0
+"""How long a request is held. A hold that expires within 5 s cannot be claimed."""
+CLAIM_SECONDS = 2.0
+ABANDONED = "abandoned"
+"""Document of deposits that are begun and never completed: no tier may have any of its blocks."""
 GARBAGE = 0xEE
 
 Action = Callable[[ClientSlot], Coroutine[Any, Any, None]]
@@ -62,6 +67,8 @@ class Actions:
             self.request: 60,
             self.store: 50,
             self.flush: 20,
+            self.prefill: 20,
+            self.decode: 30,
             self.write_slowly: 10,
             self.reopen: 10,
             self.status: 10,
@@ -75,8 +82,9 @@ class Actions:
         """
         dataset = self._rng.choice(self._datasets)
         slot = self._slots.of(dataset)
+        act: Action
         if dataset is LEDGER:
-            act: Action = self._rng.choice((self.deposit, self.load_deposits))
+            [act] = self._rng.choices((self.deposit, self.load_deposits, self.abandon), (10, 10, 1))
         else:
             [act] = self._rng.choices(list(self._actions), list(self._actions.values()))
         self._results.count(f"act {act.__name__}")
@@ -111,6 +119,32 @@ class Actions:
         if rng.random() < 0.9:
             outcome = await slot.api.finish_request(name, wait=rng.choice(WAITS))
             self._results.count("requests settled" if outcome.settled else "requests unsettled")
+
+    async def prefill(self, slot: ClientSlot) -> None:
+        """Emulates a prefill engine: stores a prompt, and holds it for a decode engine."""
+        keys = self.keys(slot.dataset)
+        name = f"{self._name}-{next(self._numbers)}"
+        await slot.api.begin_request(name, keys, kv_transfer_params={"do_remote_decode": True})
+        await self._store(slot, keys, request_id=name)
+        positions = range(len(keys))
+        held = await slot.api.publish(name, keys, positions, num_tokens=16 * len(keys), hold_for=HOLD_SECONDS)
+        await slot.api.finish_request(name)
+        self._results.count(f"hold {held.status.name}")
+        if held.status == PublishStatus.PUBLISHED:
+            self._ledger.leave(f"hold-of-{slot.dataset.name}", [slot.client.engine_id, name])
+
+    async def decode(self, slot: ClientSlot) -> None:
+        """Emulates a decode engine: claims and reads the latest hold, and mostly releases it."""
+        left = self._ledger.take(f"hold-of-{slot.dataset.name}", at_most=CLAIM_SECONDS)
+        if left is None:
+            return
+        hold = HoldName(*left)
+        claim = await slot.api.claim(hold, wait=self._rng.choice(WAITS))
+        await self._read(slot, claim, list(claim.keys), range(claim.prefix_hits), "hand-off")
+        self._results.count("hand-offs read", bool(claim.prefix_hits))
+        await slot.api.release(claim.id)
+        if self._rng.random() < 0.8:
+            await slot.api.release_holds(hold)
 
     async def store(self, slot: ClientSlot) -> None:
         await self._store(slot, self.keys(slot.dataset))
@@ -161,24 +195,26 @@ class Actions:
 
     async def leave_lease(self, slot: ClientSlot, keys: list[bytes]) -> None:
         """Reads with the lease that the other rank has left, and leaves one for it."""
-        theirs = self._ledger.take_lease(slot.rank)
+        theirs = self._ledger.take(f"lease-of-{1 - slot.rank}")
         if theirs is not None:
             lease_id, hits, their_keys = theirs
-            await self._read(slot, lease_id, their_keys, range(hits), "shared lease")
+            await self._read(slot, lease_id, [bytes.fromhex(key) for key in their_keys], range(hits), "shared lease")
             self._results.count("leases shared")
         found = await slot.api.lookup(keys, lease=1.0)
         if found.prefix_hits:
-            self._ledger.leave_lease(slot.rank, found.id, found.prefix_hits, keys)
+            self._ledger.leave(f"lease-of-{slot.rank}", [found.id, found.prefix_hits, [key.hex() for key in keys]])
 
     async def deposit(self, slot: ClientSlot) -> None:
         """Stores blocks in every tier, and records them once all tiers have acknowledged them.
 
         All calls use one session, because an unknown request counts as settled at once.
         """
-        numbers = self._ledger.fresh(self._rng.randint(1, 4))
+        with self._ledger.deposit(self._rng) as numbers:
+            if numbers:
+                await self._deposit(slot, numbers)
+
+    async def _deposit(self, slot: ClientSlot, numbers: Sequence[int]) -> None:
         keys = [key for number in numbers for key in LEDGER.keys(self._ledger.document, number, 1)]
-        if not keys:
-            return
         name = f"{self._name}-{next(self._numbers)}"
         begun = await slot.api.begin_request(name, keys, kv_transfer_params={"do_remote_decode": True})
         granted = await self._store(slot, keys, request_id=name)
@@ -193,6 +229,14 @@ class Actions:
             ]
             self._ledger.acknowledged(done)
             self._results.count("deposits", len(done))
+
+    async def abandon(self, slot: ClientSlot) -> None:
+        """Opens a store in the deposits' namespace, writes to it and abandons it."""
+        keys = LEDGER.keys(ABANDONED, self._rng.randrange(1 << 12), self._rng.choice(BATCHES))
+        with contextlib.suppress(_AbandonedError):
+            async with slot.api.write(keys) as batch:
+                await asyncio.sleep(self._rng.uniform(0, 0.3))
+                self._write_garbage(batch, "in time")
 
     async def load_deposits(self, slot: ClientSlot) -> None:
         """Loads recorded durable blocks."""
@@ -239,8 +283,9 @@ class Actions:
         self._verify(slot, [keys[item] for item in items], copies, how)
 
     def _verify(self, slot: ClientSlot, keys: list[bytes], found: list[np.ndarray], how: str) -> None:
-        epoch = self._record_epoch(slot)
-        self._results.check(slot.dataset, keys, found, slot.rank, how=how, epoch=epoch, transport=slot.client.transport)
+        epoch, transport = self._record_epoch(slot), slot.client.transport
+        self._results.check(slot.dataset, keys, found, slot.rank, how=how, epoch=epoch, transport=transport)
+        self._results.count(f"verified over {transport}", len(keys))
 
     def _record_epoch(self, slot: ClientSlot) -> str:
         """Counts and returns the epoch of the server that answered.

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["SLOTS", "SURVIVORS", "Fault", "FaultKind", "last_run_start", "timeline"]
+__all__ = ["SLOTS", "SURVIVORS", "Fault", "FaultKind", "Kill", "kill_of", "last_run_start", "timeline"]
 
 SLOTS = 8
 SURVIVORS = 2
@@ -17,12 +17,18 @@ _LIFE_SECONDS = 15.0
 _LAST_LIFE = 0.6
 """Share of the time that the last server runs, so that its memory is watched."""
 
+_KILL_SECONDS = (0.2, 3.0)
+_START_KILLS = 0.25
+"""Share of the starts that are killed in `make torture`."""
+_LATEST_START_KILL = 1.2
+
 
 class FaultKind(enum.Enum):
     KILL_CLIENT = "SIGKILL of a client"
     STOP_CLIENT = "SIGSTOP of a client"
     STOP_SERVER = "SIGSTOP of the server"
     KILL_SERVER = "SIGKILL of the server"
+    KILL_START = "SIGKILL of the server while it starts"
     END_SERVER = "SIGTERM of the server"
 
 
@@ -34,6 +40,30 @@ class Fault:
     kind: FaultKind
     slot: int = 0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One run of the server in `make torture`, and its end.
+
+    Attributes:
+        seconds: time under load until the server is killed.
+        starts: for each start after it that is killed, too: when, as a share of the time of a whole
+            start. The last start is not killed.
+    """
+
+    seconds: float
+    starts: tuple[float, ...]
+
+
+def kill_of(seed: int, number: int) -> Kill:
+    """The run with this number; it depends on no other run."""
+    rng = random.Random(f"{seed}:kill {number}")
+    seconds = rng.uniform(*_KILL_SECONDS)
+    starts = []
+    while rng.random() < _START_KILLS:
+        starts.append(rng.uniform(0.0, _LATEST_START_KILL))
+    return Kill(seconds, tuple(starts))
 
 
 def timeline(seed: int, seconds: float) -> list[Fault]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from harness.polling import polls
 
 from stress import die_with_parent
 from stress.chaos import SLOTS, SURVIVORS
+from stress.durable_ledger import DepositPlan
 from stress.shape import DATASETS, LEDGER, PAIR
 from stress.worker import Task
 
@@ -28,6 +29,11 @@ __all__ = ["ClientPool", "ClientProcess", "die_with_parent_prefix"]
 START_SECONDS = 30.0
 END_SECONDS = 30.0
 PAIR_SLOTS = (4, 5)
+CONNECTIONS = (
+    *(("auto", 0), ("grpc", 0), ("shm", 0), ("tcp", 1)),
+    *(("shm", 0), ("grpc", 1), ("tcp", 0), ("auto", 1)),
+)
+"""Transport and endpoint of the first process of each slot; the others draw one of them."""
 
 
 def die_with_parent_prefix() -> list[str]:
@@ -75,12 +81,17 @@ class ClientProcess:
 class ClientPool:
     """Eight client processes and their predecessors."""
 
-    def __init__(self, directory: Path, endpoint: str, seed: int, lease: float, deposits: float) -> None:
-        """`lease` is the server's lease duration; each client makes `deposits` per second."""
+    def __init__(
+        self, directory: Path, endpoints: Sequence[str], seed: int, lease: float, deposits: DepositPlan
+    ) -> None:
+        """`lease` is the server's lease duration.
+
+        `endpoints` are a Unix socket and a TCP address of the server.
+        """
         self._directory = directory
         self._since = time.monotonic()
         self._deposits = deposits
-        self._endpoint = endpoint
+        self._endpoints = endpoints
         self._seed = seed
         self._lease = lease
         self._born = 0
@@ -193,12 +204,13 @@ class ClientPool:
     def _task(self, slot: int, name: str) -> Task:
         rng = random.Random(f"{self._seed}:{name}")
         style = "sync" if slot % 2 == 0 else "aio"
-        transport = rng.choice(("shm", "grpc", "auto")) if slot >= SURVIVORS else ("auto", "grpc")[slot]
+        is_first = slot < SURVIVORS or name == f"{slot}-{slot}"
+        transport, endpoint = CONNECTIONS[slot] if is_first else rng.choice(CONNECTIONS)
         names = (PAIR.name,) if slot in PAIR_SLOTS else (*rng.sample(sorted(DATASETS), 2), LEDGER.name)
         return Task(
             name=name,
             seed=f"{self._seed}:{name}",
-            endpoint=self._endpoint,
+            endpoint=self._endpoints[endpoint],
             directory=str(self._directory),
             style=style,
             transport=transport,

@@ -18,13 +18,14 @@ from kvtier.client import Client, KeyStatus, StoreStatus
 from kvtier.protos.v1 import admin_pb2
 from stress.shape import KIB
 
-__all__ = ["IDLE_SECONDS", "Leftovers", "fill", "fsck", "wait_idle"]
+__all__ = ["FILL", "IDLE_SECONDS", "Leftovers", "fill", "fill_keys", "fsck", "wait_idle"]
 
 IDLE_SECONDS = 15.0
 """Limit for the expiry of the last lease and the detection of the last process's end."""
 FILL_SECONDS = 30.0
 _FILL_PART = 64 * KIB
 _STEP = 32
+FILL = namespace_of(_FILL_PART, model="fill")
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Leftovers:
 
     seconds: float = 0.0
     leases: int = 0
+    holds: int = 0
     stores: int = 0
     quarantined_bytes: int = 0
     sessions: int = 0
@@ -49,22 +51,27 @@ class Leftovers:
 
 
 def wait_idle(server: ServerProcess, left: Leftovers) -> None:
-    """Waits until the server has no leases, stores, sessions or quarantined slots."""
+    """Waits until the server has no leases, holds, stores, sessions or quarantined slots."""
     began = time.monotonic()
     for _ in polls(IDLE_SECONDS, 0.1):
         status = server.status()
-        left.leases, left.stores = status.leases, status.stores
+        left.leases, left.holds, left.stores = status.leases, status.holds, status.stores
         left.quarantined_bytes, left.sessions = status.quarantined_bytes, len(status.sessions)
         left.seconds = time.monotonic() - began
         if _idle(status):
             return
 
 
+def fill_keys(count: int) -> list[bytes]:
+    """Keys of the blocks that fill the region."""
+    return [key_of(number, salt="fill") for number in range(count)]
+
+
 def fill(server: ServerProcess, left: Leftovers) -> None:
     """Fills the region with pinned blocks of one size: a lost slot cannot be filled."""
     available = server.status().tiers[0].available_bytes
-    keys = [key_of(number, salt="fill") for number in range(available // _FILL_PART)]
-    with Client(server.endpoint, namespace=namespace_of(_FILL_PART, model="fill")) as client, ExitStack() as held:
+    keys = fill_keys(available // _FILL_PART)
+    with Client(server.endpoint, namespace=FILL) as client, ExitStack() as held:
         client.wait_until_connected(10)
         pinned = 0
         for _ in polls(FILL_SECONDS):
@@ -95,4 +102,4 @@ def _fill_some(client: Client, keys: list[bytes], held: ExitStack) -> int:
 
 
 def _idle(status: admin_pb2.GetStatusResponse) -> bool:
-    return not (status.leases or status.stores or status.quarantined_bytes or status.sessions)
+    return not (status.leases or status.holds or status.stores or status.quarantined_bytes or status.sessions)

@@ -6,8 +6,9 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +16,64 @@ from harness.polling import polls
 
 from stress import final_checks
 from stress.audit import Auditor
-from stress.chaos import SLOTS, SURVIVORS, Fault, FaultKind, last_run_start, timeline
-from stress.client_pool import ClientPool
-from stress.durable_ledger import MOST_DEPOSITS, entries
+from stress.chaos import SLOTS, SURVIVORS, Fault, FaultKind, kill_of, last_run_start, timeline
+from stress.client_pool import PAIR_SLOTS, ClientPool
+from stress.durable_ledger import DepositPlan, Journal
 from stress.final_checks import Leftovers
 from stress.flatness import Trend, trend_of
-from stress.server_runs import LEASE_SECONDS, ServerRun, StressServer
+from stress.server_runs import LEASE_SECONDS, SMALL, ServerRun, StressServer
 from stress.shape import universe_bytes
 from stress.watch import MEASURES, Series, Watch, measures_of
 
-__all__ = ["Facts", "Orchestrator"]
+__all__ = ["Facts", "Orchestrator", "Plan"]
 
 _TICK_SECONDS = 0.05
 _LOOK_SECONDS = 1.0
 _DEPOSITS_PER_SECOND = 8.0
 """Of each client at most; fewer in a long run, so that deposits continue until the last run."""
+_MOST_DEPOSITS = 300
+_DEPOSITORS = SLOTS - len(PAIR_SLOTS)
+_ROOM = 2
+"""How many times the asked acknowledgements the clients of a torture run may deposit."""
+_MORE_KILLS = 1.25
+"""A torture run goes on for so many times the asked kills, until it has the asked acknowledgements."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run does.
+
+    Attributes:
+        seed: what all choices follow from.
+        seconds: how long the load lasts, with faults of all kinds.
+        kills: if not 0, a torture run: only the server is killed, so often, at short intervals and
+            also while it starts.
+        acknowledgements: how many blocks a torture run must see acknowledged as durable.
+        large: type of the tier that holds all blocks, "lmdb" or "disk"; None: drawn.
+    """
+
+    seed: int
+    seconds: float = 0.0
+    kills: int = 0
+    acknowledgements: int = 0
+    large: str | None = None
+
+    @property
+    def deposits(self) -> DepositPlan:
+        if self.kills:
+            most = -(-_ROOM * self.acknowledgements // _DEPOSITORS)
+            return DepositPlan(per_second=float(most), most=most, batch=48)
+        per_second = min(_DEPOSITS_PER_SECOND, _MOST_DEPOSITS / last_run_start(self.seconds))
+        return DepositPlan(per_second=per_second, most=_MOST_DEPOSITS, batch=4)
 
 
 @dataclass
 class Facts:
     """Everything that the verdict uses."""
 
-    seed: int
+    plan: Plan
     seconds: float
+    """Time under load."""
     large: str
     counts: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
@@ -47,8 +83,14 @@ class Facts:
     survivors: list[Counter[str]] = field(default_factory=list)
     """Counters of clients that were never killed."""
     audited: int = 0
+    """Acknowledged blocks that were loaded after a start, and compared bit by bit."""
+    listed: int = 0
+    """Acknowledged blocks that were looked for in the server's inventory after a start."""
     deposits: int = 0
+    """Blocks acknowledged as durable."""
     missing: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    """Blocks that are present, although no client has begun to store them."""
     left: Leftovers = field(default_factory=Leftovers)
     trends: dict[str, list[Trend]] = field(default_factory=dict)
     """Per watched process, a trend per measure."""
@@ -59,22 +101,31 @@ class Facts:
     logged_errors: Counter[str] = field(default_factory=Counter)
     fsck: int | None = None
 
+    @property
+    def kills(self) -> int:
+        """SIGKILLs of the server, also while it started."""
+        return self.faults[FaultKind.KILL_SERVER.value] + self.faults[FaultKind.KILL_START.value]
+
 
 class Orchestrator:
     """One stress run. It must live on the main thread: its processes end with that thread."""
 
-    def __init__(self, directory: Path, seed: int, seconds: float, progress: Callable[[str], None]) -> None:
+    def __init__(self, directory: Path, plan: Plan, progress: Callable[[str], None]) -> None:
         """`progress` is called once a second."""
-        rng = random.Random(f"{seed}:run")
-        self._facts = Facts(seed, seconds, large=rng.choice(("lmdb", "disk")))
+        rng = random.Random(f"{plan.seed}:run")
+        drawn = rng.choice(("lmdb", "disk"))
+        large = plan.large or drawn
+        self._plan = plan
+        self._facts = Facts(plan, plan.seconds, large)
         self._watch = Watch()
         reports = directory / "reports"
         reports.mkdir()
-        self._reports = reports
-        self._server = StressServer(directory, self._facts.large, universe_bytes(SLOTS * MOST_DEPOSITS), self._watch)
-        per_second = min(_DEPOSITS_PER_SECOND, MOST_DEPOSITS / last_run_start(seconds))
-        self._pool = ClientPool(reports, self._server.server.endpoint, seed, LEASE_SECONDS, per_second)
-        self._auditor = Auditor(self._server.server.endpoint, rng)
+        self._journal = Journal(reports)
+        everything = universe_bytes(SLOTS * plan.deposits.most)
+        self._server = StressServer(directory, large, everything, self._watch, forked=plan.kills > 0)
+        server = self._server.server
+        self._pool = ClientPool(reports, (server.endpoint, server.tcp), plan.seed, LEASE_SECONDS, plan.deposits)
+        self._auditor = Auditor(server.endpoint, rng, reports, large, SMALL[large])
         self._progress = progress
         self._began = 0.0
         self._looked_at = 0.0
@@ -86,7 +137,10 @@ class Orchestrator:
             self._baseline()
             self._pool.start()
             self._began = time.monotonic()
-            self._inject_faults()
+            if self._plan.kills:
+                self._torture()
+            else:
+                self._inject_faults()
             self._end()
         except AssertionError as error:  # the server did not start, or ended by itself
             self._facts.failures.append(str(error))
@@ -108,12 +162,32 @@ class Orchestrator:
 
         The clock pauses while a server starts: seconds are seconds of load.
         """
-        for fault in timeline(self._facts.seed, self._facts.seconds):
+        for fault in timeline(self._plan.seed, self._plan.seconds):
             self._idle_until(fault.at)
             started = time.monotonic()
             self._inject(fault)
             self._began += time.monotonic() - started
-        self._idle_until(self._facts.seconds)
+        self._idle_until(self._plan.seconds)
+
+    def _torture(self) -> None:
+        """Kills the server again and again. The clock pauses from a kill until the next start."""
+        at = 0.0
+        for number in count():
+            if self._is_tortured():
+                break
+            kill = kill_of(self._plan.seed, number)
+            at += kill.seconds
+            self._idle_until(at)
+            killed = time.monotonic()
+            self._facts.faults[FaultKind.KILL_SERVER.value] += 1
+            self._restart_server(signal.SIGKILL, kill.starts)
+            self._began += time.monotonic() - killed
+            self._facts.seconds = at
+
+    def _is_tortured(self) -> bool:
+        kills, wanted = self._facts.kills, self._plan.kills
+        enough = len(self._journal.done) >= self._plan.acknowledgements or kills >= wanted * _MORE_KILLS
+        return kills >= wanted and enough
 
     def _idle_until(self, at: float) -> None:
         for _ in polls(self._began + at - time.monotonic(), _TICK_SECONDS):
@@ -131,10 +205,11 @@ class Orchestrator:
             self._watch.sample(self._pool.processes[slot].popen.pid, f"client {slot}")
         totals, faults = self._pool.totals(), self._facts.faults
         self._progress(
-            f"{seconds:.0f} of {self._facts.seconds:.0f} s, {totals['verified blocks']} blocks verified, "
-            f"{len(self._pool.wrong)} wrong; {faults[FaultKind.KILL_CLIENT.value]} clients killed; "
-            f"server run {len(self._server.server_runs)}, {self._auditor.audited} deposits audited, "
-            f"{len(self._auditor.missing)} missing"
+            f"{seconds:.0f}{f' of {self._plan.seconds:.0f}' if self._plan.seconds else ''} s, "
+            f"{totals['verified blocks']} blocks verified, {len(self._pool.wrong)} wrong; "
+            f"{self._facts.kills} kills of the server, {faults[FaultKind.KILL_CLIENT.value]} of clients; "
+            f"{len(self._journal.done)} durable blocks, {self._auditor.audited} read back, "
+            f"{len(self._auditor.missing)} lost, {len(self._auditor.unknown)} never stored"
         )
 
     def _inject(self, fault: Fault) -> None:
@@ -150,14 +225,22 @@ class Orchestrator:
                 self._restart_server(signal.SIGKILL)
             case FaultKind.END_SERVER:
                 self._restart_server(signal.SIGTERM)
+            case FaultKind.KILL_START:
+                raise AssertionError("a fault of torture runs only")
 
-    def _restart_server(self, number: signal.Signals) -> None:
-        """Restarts the server; all blocks recorded before must then be present."""
+    def _restart_server(self, number: signal.Signals, killed_starts: Sequence[float] = ()) -> None:
+        """Restarts the server; all blocks recorded before must then be present.
+
+        Before that, kills it during each of `killed_starts`, after this share of a whole start.
+        """
         while not self._auditor.wait(_TICK_SECONDS):  # it may wait for a stopped server
             self._pool.wake()
             self._server.wake()
-        acknowledged = entries(self._reports)
+        acknowledged = list(self._journal.read().done)
         self._server.end(number)
+        for share in killed_starts:
+            self._facts.faults[FaultKind.KILL_START.value] += 1
+            self._server.kill_start(share * self._server.start_seconds)
         self._server.start()
         self._auditor.begin(acknowledged)
 
@@ -172,7 +255,7 @@ class Orchestrator:
         final_checks.wait_idle(server, left)
         left.after = measures_of(server.pid) or {}
         final_checks.fill(server, left)
-        self._auditor.begin(entries(self._reports), all_of_them=True)
+        self._auditor.begin(list(self._journal.read().done), all_of_them=True)
         self._auditor.wait()
         self._server.end(signal.SIGTERM)
         self._facts.fsck, _ = final_checks.fsck(server)
@@ -181,11 +264,12 @@ class Orchestrator:
         facts = self._facts
         facts.counts = self._pool.totals()
         facts.wrong = self._pool.wrong + self._auditor.wrong
-        facts.failures += self._pool.failures
+        facts.failures += self._pool.failures + self._auditor.failures
         facts.server_runs = self._server.server_runs
         facts.survivors = self._pool.survivors
-        facts.audited, facts.missing = self._auditor.audited, self._auditor.missing
-        facts.deposits = len(entries(self._reports))
+        facts.audited, facts.listed = self._auditor.audited, self._auditor.listed
+        facts.missing, facts.unknown = self._auditor.missing, self._auditor.unknown
+        facts.deposits = len(self._journal.read().done)
         facts.logged_errors = self._server.logged_errors()
         watched = {"server": self._watch.of("server")[:1]}
         watched |= {f"client {slot}": self._watch.of(f"client {slot}")[:1] for slot in range(SURVIVORS)}

@@ -11,6 +11,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
+from stress.chaos import FaultKind
 from stress.orchestrator import Facts
 from stress.shape import MIB
 from stress.verdict import Check, passed
@@ -35,13 +36,13 @@ def show(facts: Facts, checks: Sequence[Check]) -> None:
         console.width = 140
     for name, text in _what_happened(facts).items():
         console.print(f"[bold]{name}[/bold]: {text}", markup=True)
-    for title, items in (("wrong", facts.wrong), ("missing", facts.missing), ("failure", facts.failures)):
+    for title, items in _examples(facts).items():
         for item in items[:10]:
             console.print(f"{title}: {item}", markup=False)
     for text, number in facts.logged_errors.items():
         console.print(f"{number} times in the server's log: {text}", markup=False)
     console.print(_table(checks))
-    console.print("passed" if passed(checks) else f"[bold red]FAILED[/bold red]; the seed was {facts.seed}")
+    console.print("passed" if passed(checks) else f"[bold red]FAILED[/bold red]; the seed was {facts.plan.seed}")
 
 
 def _table(checks: Sequence[Check]) -> Table:
@@ -53,10 +54,22 @@ def _table(checks: Sequence[Check]) -> Table:
     return table
 
 
+def _examples(facts: Facts) -> dict[str, Sequence[object]]:
+    return {
+        "wrong": facts.wrong,
+        "never stored": facts.unknown,
+        "lost": facts.missing,
+        "failure": facts.failures,
+    }
+
+
 def _what_happened(facts: Facts) -> dict[str, str]:
     seconds = [run.seconds for run in facts.server_runs]
     highest = [memory / MIB for _, memory in facts.memory_by_run]
     return {
+        "ledger": f"{facts.kills} SIGKILLs of the server ({facts.faults[FaultKind.KILL_START.value]} while it started), "
+        f"{facts.deposits} durable acknowledgements; after starts {facts.listed} looked for and {facts.audited} read back: "
+        f"{len(facts.wrong)} wrong, {len(facts.unknown)} never stored, {len(facts.missing)} lost",
         "faults": _listed(facts.faults),
         "acts": _listed(facts.counts, "act "),
         "stores": _listed(facts.counts, "store "),

@@ -8,8 +8,10 @@ import signal
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -20,10 +22,12 @@ from stress.client_pool import die_with_parent_prefix
 from stress.shape import MIB
 from stress.watch import Watch
 
-__all__ = ["LEASE_SECONDS", "ServerRun", "StressServer"]
+__all__ = ["LEASE_SECONDS", "SMALL", "ServerRun", "StressServer"]
 
 REGION = 32 * MIB
 SMALL_TIER = 64 * MIB
+SMALL = MappingProxyType({"lmdb": "disk", "disk": "lmdb"})
+"""The type of the small tier, by that of the large tier."""
 LEASE_SECONDS = 3.0
 _SLACK = 3
 """A block of 4 KiB needs 8 KiB of LMDB's file."""
@@ -56,18 +60,29 @@ class StressServer:
     One disk tier is too small for the load, one holds all of it.
     """
 
-    def __init__(self, directory: Path, large: str, everything: int, watch: Watch) -> None:
-        """`large` is the type of the tier that holds everything, "lmdb" or "disk"."""
+    def __init__(self, directory: Path, large: str, everything: int, watch: Watch, *, forked: bool = False) -> None:
+        """`large` is the type of the tier that holds everything, "lmdb" or "disk".
+
+        The other tier comes first in lookups. `forked`: a start forks a process that has imported
+        the server already, instead of starting an interpreter.
+        """
         room = _SLACK * (everything + REGION)
-        sizes = {name: room if name == large else SMALL_TIER for name in ("lmdb", "disk")}
         config = (
             f'metrics = "127.0.0.1:0"\n[leases]\ndefault = {LEASE_SECONDS}\npart = 1.0\n[sessions]\nheartbeat_interval = 0.5\n'
-            f'[[tiers]]\ntype = "lmdb"\nsize = {sizes["lmdb"]}'
+            f'[[tiers]]\ntype = "{SMALL[large]}"\nsize = {SMALL_TIER}'
         )
         self.server = ServerProcess(
-            directory, region=REGION, lmdb=sizes["disk"], tier="disk", config=config, prefix=die_with_parent_prefix()
+            directory,
+            region=REGION,
+            lmdb=room,
+            tier=large,
+            config=config,
+            prefix=() if forked else die_with_parent_prefix(),
+            tcp=True,
         )
         self.large = large
+        self.start_seconds = 0.0
+        """Time of the last whole start."""
         self.server_runs: list[ServerRun] = []
         self._watch = watch
         self._metrics = ""
@@ -79,10 +94,18 @@ class StressServer:
 
     def start(self) -> None:
         """Starts a process and waits until it serves."""
+        began = time.monotonic()
         self.server.start()
-        ready = [line for line in self._log() if line["event"] == "ready"][-1]
+        self.start_seconds = time.monotonic() - began
+        ready = next(line for line in self._log(newest_first=True) if line["event"] == "ready")
         self._metrics = f"http://127.0.0.1:{ready['metrics_port']}/metrics"
         self.server_runs.append(ServerRun(ready["epoch"], time.monotonic()))
+
+    def kill_start(self, seconds: float) -> None:
+        """Starts a process and kills it after this time, whether or not it serves then."""
+        self.server.launch()
+        time.sleep(seconds)
+        self.server.kill()
 
     def end(self, number: signal.Signals) -> None:
         self.look()
@@ -144,5 +167,9 @@ class StressServer:
         run.mismatches = sum(float(value) for name, _, value in found if "mismatches" in name)
         run.internal = sum(float(value) for _, labels, value in found if 'code="INTERNAL"' in labels)
 
-    def _log(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.server.log.splitlines() if line.startswith("{")]
+    def _log(self, *, newest_first: bool = False) -> Iterator[dict[str, Any]]:
+        """The lines of all logs; a line that a kill has cut off is left out."""
+        lines = self.server.log.splitlines()
+        for line in reversed(lines) if newest_first else lines:
+            if line.startswith("{") and line.endswith("}"):
+                yield json.loads(line)

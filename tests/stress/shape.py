@@ -11,7 +11,7 @@ from harness.payloads import POISON, key_of, namespace_of, payload
 
 from kvtier.client import Namespace
 
-__all__ = ["DATASETS", "KIB", "LEDGER", "MIB", "PAIR", "Dataset", "difference", "universe_bytes"]
+__all__ = ["DATASETS", "KIB", "LEDGER", "MIB", "PAIR", "STRANGER", "Dataset", "difference", "universe_bytes"]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -77,6 +77,9 @@ LEDGER = Dataset("durable_ledger", (8 * KIB,), documents=1, length=1 << 20)
 
 The large tier holds all of them.
 """
+
+STRANGER = Dataset("stranger", LEDGER.parts, documents=1, length=LEDGER.length)
+"""Has the keys of LEDGER in another namespace. No client stores blocks in it."""
 
 
 def universe_bytes(deposits: int) -> int:

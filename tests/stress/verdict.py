@@ -36,6 +36,7 @@ class Check:
 
 def checks_of(facts: Facts) -> list[Check]:
     return [
+        *_asked(facts),
         *_bytes(facts),
         *_clients(facts),
         *_left(facts),
@@ -54,6 +55,17 @@ def to_json(facts: Facts, checks: Sequence[Check]) -> dict[str, Any]:
     return {"ok": passed(checks), "checks": checks, "facts": facts}
 
 
+def _asked(facts: Facts) -> Iterator[Check]:
+    """Whether a torture run was long enough to show what it was asked to show."""
+    asked = {
+        "SIGKILLs of the server": (facts.kills, facts.plan.kills),
+        "durable acknowledgements": (facts.deposits, facts.plan.acknowledgements),
+    }
+    for name, (number, wanted) in asked.items():
+        if wanted:
+            yield Check(name, str(number), f">= {wanted}", number >= wanted)
+
+
 def _none(name: str, number: float, note: str = "") -> Check:
     return Check(name, f"{number:g}", "0", number == 0, note)
 
@@ -62,8 +74,9 @@ def _bytes(facts: Facts) -> Iterator[Check]:
     blocks, nbytes = facts.counts["verified blocks"], facts.counts["verified bytes"]
     yield _none("wrong blocks", len(facts.wrong), f"of {blocks} loaded by clients ({nbytes >> 20} MiB)")
     yield Check("blocks verified", str(blocks), "> 0", blocks > 0)
-    note = f"{facts.deposits} acknowledged, read back {facts.audited} times after the server was ended"
-    yield _none("durable blocks missing", len(facts.missing), note)
+    yield _none("blocks present that were never stored", len(facts.unknown), "in inventories and lookups after starts")
+    note = f"{facts.deposits} acknowledged; after starts {facts.listed} looked for and {facts.audited} read back"
+    yield _none("durable blocks lost", len(facts.missing), note)
     yield _none("damaged blocks, as servers saw them", sum(run.mismatches for run in facts.server_runs))
     yield Check("exit code of fsck", str(facts.fsck), "0", facts.fsck == 0)
 
@@ -77,7 +90,7 @@ def _clients(facts: Facts) -> Iterator[Check]:
 
 def _left(facts: Facts) -> Iterator[Check]:
     left = facts.left
-    for what in ("leases", "stores", "quarantined_bytes", "sessions"):
+    for what in ("leases", "holds", "stores", "quarantined_bytes", "sessions"):
         yield _none(
             f"{what.replace('_', ' ')} left", getattr(left, what), f"{left.seconds:.1f} s after the last client"
         )
@@ -106,10 +119,13 @@ def _load(facts: Facts) -> Iterator[Check]:
     happened = {
         "evictions of the CPU tier": _sum(facts, "cpu", "evictions"),
         f"evictions of the small tier ({small})": _sum(facts, small, "evictions"),
-        "promotions": _sum(facts, "lmdb", "hits") + _sum(facts, "disk", "hits"),
+        "promotions from the LMDB tier": _sum(facts, "lmdb", "hits"),
+        "promotions from the disk tier": _sum(facts, "disk", "hits"),
         "most bytes in quarantine": max((run.quarantined for run in facts.server_runs), default=0),
         "deposits acknowledged": facts.deposits,
         "leases shared by two ranks": facts.counts["leases shared"],
+        "hand-offs read": facts.counts["hand-offs read"],
+        **{f"blocks verified over {name}": facts.counts[f"verified over {name}"] for name in ("shm", "tcp", "grpc")},
     }
     for name, number in happened.items():
         yield Check(name, str(number), "> 0", number > 0 if facts.seconds >= LONG_RUN_SECONDS else None)

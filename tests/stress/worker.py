@@ -19,7 +19,7 @@ import msgspec
 from kvtier.client import KVTierError
 from stress.actions import Actions
 from stress.client_slots import ClientSlots
-from stress.durable_ledger import DurableLedger
+from stress.durable_ledger import DepositPlan, DurableLedger
 from stress.result_log import ResultLog
 from stress.shape import DATASETS, LEDGER, PAIR, Dataset
 
@@ -40,7 +40,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         rank: in the pair; None for a single-process engine.
         lease: the server's lease duration in seconds.
         since: start of the run on the monotonic clock.
-        deposits: blocks to deposit per second.
+        deposits: how many blocks to deposit.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     lease: float
     since: float
-    deposits: float
+    deposits: DepositPlan
     rank: int | None = None
 
     def shapes(self) -> list[Dataset]:
@@ -70,7 +70,7 @@ class Worker:
         self._task = task
         self._datasets = task.shapes()
         self._results = ResultLog(directory / f"{task.name}.jsonl")
-        self._ledger = DurableLedger(directory, task.name, since=task.since, per_second=task.deposits)
+        self._ledger = DurableLedger(directory, task.name, task.deposits, since=task.since)
         self._stop = threading.Event()
         engine = "pair" if task.rank is not None else None
         self._slots = ClientSlots(
