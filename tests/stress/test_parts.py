@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from harness.payloads import filled
 
-from stress.chaos import SLOTS, SURVIVORS, FaultKind, timeline
-from stress.durable_ledger import DurableLedger, entries
+from stress.chaos import SLOTS, SURVIVORS, FaultKind, kill_of, timeline
+from stress.durable_ledger import DepositPlan, DurableLedger, Journal
 from stress.result_log import ResultLog
 from stress.shape import DATASETS, difference
 
@@ -27,7 +27,18 @@ def test_the_timeline_follows_from_the_seed(seconds: float) -> None:
     assert all(0 < fault.at < seconds for fault in faults)
     assert {fault.slot for fault in faults if fault.kind is FaultKind.KILL_CLIENT} <= set(range(SURVIVORS, SLOTS))
     kinds = {fault.kind for seed in range(20) for fault in timeline(seed, seconds)}
-    assert kinds == set(FaultKind)
+    assert kinds == set(FaultKind) - {FaultKind.KILL_START}
+
+
+def test_the_kills_follow_from_the_seed() -> None:
+    """Each kill of a torture run depends on seed and number only; some starts are killed."""
+    kills = [kill_of(7, number) for number in range(200)]
+    assert kills[150] == kill_of(7, 150) != kill_of(8, 150)
+    assert len({kill.seconds for kill in kills}) == 200
+    starts = [share for kill in kills for share in kill.starts]
+    assert 20 < len(starts) < 200
+    assert min(starts) < 0.2
+    assert max(starts) > 1
 
 
 def test_the_last_server_lives_long() -> None:
@@ -54,15 +65,44 @@ def test_damage_is_seen(tmp_path: Path) -> None:
     assert np.array_equal(right, field.payload(key, 0))
 
 
+PLAN = DepositPlan(per_second=1e9, most=100, batch=1)
+
+
 def test_deposits_outlive_their_process(tmp_path: Path) -> None:
     """Other processes read the records; a line truncated by SIGKILL is ignored."""
-    durable_ledger = DurableLedger(tmp_path, "3-4")
+    durable_ledger = DurableLedger(tmp_path, "3-4", PLAN)
     durable_ledger.acknowledged([0, 2])
     durable_ledger.close()
     with (tmp_path / "3-4.durable_ledger").open("a") as file:
         file.write("7")
-    assert list(entries(tmp_path)) == [("3", 0), ("3", 2)]
-    heir = DurableLedger(tmp_path, "3-5")
+    assert Journal(tmp_path).read().done == [("3", 0), ("3", 2)]
+    heir = DurableLedger(tmp_path, "3-5", PLAN)
     assert sorted(heir.some(random.Random(1), 9)) == [0, 2]
-    assert heir.fresh(2) == range(3, 5)
+    with heir.deposit(random.Random(1)) as numbers:
+        assert list(numbers) == [3]
     heir.close()
+
+
+def test_a_deposit_is_recorded_before_it_is_stored(tmp_path: Path) -> None:
+    """A reader of the journal sees what is begun, then what is acknowledged, and each line once."""
+    journal, rng = Journal(tmp_path), random.Random(1)
+    durable_ledger = DurableLedger(tmp_path, "2-2", PLAN)
+    for number in range(3):
+        with durable_ledger.deposit(rng) as numbers:
+            assert journal.read().intended == {"2": number + 1}
+            durable_ledger.acknowledged(numbers)
+        assert journal.read().done == [("2", done) for done in range(number + 1)]
+    durable_ledger.close()
+
+
+def test_a_deposit_without_acknowledgement_is_repeated(tmp_path: Path) -> None:
+    """So a server that cannot be reached uses up no numbers."""
+    durable_ledger, rng = DurableLedger(tmp_path, "2-2", PLAN), random.Random(1)
+    with pytest.raises(ConnectionError), durable_ledger.deposit(rng):
+        raise ConnectionError
+    with durable_ledger.deposit(rng) as numbers:
+        assert list(numbers) == [0]
+        durable_ledger.acknowledged(numbers)
+    with durable_ledger.deposit(rng) as numbers:
+        assert list(numbers) == [1]
+    durable_ledger.close()

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from stress.chaos import FaultKind
 from stress.final_checks import Leftovers
 from stress.flatness import Trend, trend_of
-from stress.orchestrator import Facts
+from stress.orchestrator import Facts, Plan
 from stress.server_runs import ServerRun
 from stress.verdict import checks_of, passed
 
@@ -20,8 +21,11 @@ def good() -> Facts:
     """Facts of a run without failures."""
     tiers = {name: {"evictions": 9, "hits": 9, "blocks": 9} for name in ("cpu", "disk")}
     tiers["lmdb"] = {"evictions": 0, "hits": 9, "blocks": 9}
-    facts = Facts(1, 600.0, "lmdb", fsck=0, audited=90, deposits=30)
-    facts.counts = Counter({"verified blocks": 100, "leases shared": 5})
+    plan = Plan(1, kills=10, acknowledgements=30)
+    facts = Facts(plan, 600.0, "lmdb", fsck=0, audited=90, listed=300, deposits=30)
+    facts.counts = Counter({"verified blocks": 100, "leases shared": 5, "hand-offs read": 5})
+    facts.counts.update({f"verified over {transport}": 9 for transport in ("shm", "tcp", "grpc")})
+    facts.faults = Counter({FaultKind.KILL_SERVER.value: 8, FaultKind.KILL_START.value: 2})
     facts.server_runs = [
         ServerRun("a", 0.0, 20.0, None, tiers, quarantined=4096),
         ServerRun("b", 21.0, 150.0, 0, tiers),
@@ -43,7 +47,13 @@ def test_a_good_run_passes() -> None:
 BROKEN: dict[str, tuple[str, Callable[[Facts], object]]] = {
     "wrong bytes": ("wrong blocks", lambda facts: facts.wrong.append({"key": "00"})),
     "nothing was verified": ("blocks verified", lambda facts: facts.counts.update({"verified blocks": -100})),
-    "a durable block is gone": ("durable blocks missing", lambda facts: facts.missing.append("1-2 3")),
+    "a durable block is gone": ("durable blocks lost", lambda facts: facts.missing.append("1-2 3")),
+    "a block was never stored": ("never stored", lambda facts: facts.unknown.append("lmdb lists 00")),
+    "there were too few kills": ("SIGKILLs", lambda facts: facts.faults.update({FaultKind.KILL_START.value: -1})),
+    "there were too few deposits": ("durable acknowledgements", lambda facts: setattr(facts, "deposits", 29)),
+    "a transport was not used": ("verified over tcp", lambda facts: facts.counts.pop("verified over tcp")),
+    "nothing was handed over": ("hand-offs read", lambda facts: facts.counts.pop("hand-offs read")),
+    "a hold is left": ("holds left", lambda facts: setattr(facts.left, "holds", 1)),
     "fsck finds damage": ("exit code of fsck", lambda facts: setattr(facts, "fsck", 1)),
     "fsck never ran": ("exit code of fsck", lambda facts: setattr(facts, "fsck", None)),
     "a tier read damage": ("damaged blocks", lambda facts: setattr(facts.server_runs[0], "mismatches", 1.0)),
