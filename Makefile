@@ -6,6 +6,7 @@ JSON ?=
 SEEDS ?= 10000
 SEED_BASE ?= 0
 SECONDS ?= 600
+KILLS ?= 1000
 SEED ?=
 QUICK ?=
 TRACE ?=
@@ -57,7 +58,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo demo-fleet demo-router test test-long test-engines test-sglang test-remote test-web test-gpu test-deploy \
-  simulate mutate stress fuzz bench bench-engine bench-peers bench-remote bench-proxy bench-gpu bench-traces trace \
+  simulate mutate stress torture fuzz bench bench-engine bench-peers bench-remote bench-proxy bench-gpu bench-traces trace \
   verify verify-style verify-language verify-tree verify-faults verify-steps verify-generated verify-types verify-mypy verify-pyright verify-protos fix generate docs docs-reference \
   requirements dist clean
 
@@ -130,6 +131,9 @@ mutate: $(VENV)/.stamp  ## Plant faults outside of the core and show which tests
 
 stress: $(VENV)/.stamp  ## Load a server, and kill it and its clients at random, for SECONDS=600; SEED=N repeats the choices of another run
 	PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} $(VENV)/bin/python -m stress --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON)) $(ARGS)
+
+torture: $(VENV)/.stamp  ## Kill a loaded server KILLS=1000 times, also while it starts, and check after each start that no durable block is lost or wrong; SEED=N
+	PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} $(VENV)/bin/python -m stress --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON)) $(ARGS)
 
 fuzz: $(FUZZ)/.stamp  ## Fuzz the network entry points and the files on disk with atheris, for SECONDS=600; ARGS='--target NAME FILE' repeats an input
 	PYTHONPATH=tests $(FUZZ)/bin/python -m fuzz --seconds $(SECONDS) $(ARGS)

@@ -1,4 +1,4 @@
-"""A short run of `make stress`, and its processes after a SIGKILL of the run."""
+"""Short runs of `make stress` and `make torture`; their processes after a SIGKILL of the run."""
 
 from __future__ import annotations
 
@@ -54,8 +54,31 @@ def test_a_short_run(tmp_path: Path) -> None:
     assert processes_of(tmp_path) == []
 
 
-def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
-    run = subprocess.Popen(command(tmp_path), env=environment(), stdout=subprocess.DEVNULL)
+@pytest.mark.slow
+def test_a_short_torture_run(tmp_path: Path) -> None:
+    """Thirty SIGKILLs of the server alone: nothing wrong, never stored or lost; no process left.
+
+    How many blocks are acknowledged depends on the machine. A busy one must not fail the test.
+    """
+    path = tmp_path / "facts.json"
+    more = ("--kills", "30", "--acknowledgements", "2000", "--json", str(path))
+    done = subprocess.run(command(tmp_path, *more), env=environment(), capture_output=True, text=True, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    [facts] = [one["facts"] for one in found["rounds"]]
+    assert found["ok"]
+    assert sum(number for name, number in facts["faults"].items() if name.startswith("SIGKILL of the server")) >= 30
+    assert facts["deposits"] >= 2000
+    assert facts["audited"] >= facts["deposits"], "each acknowledged block is read back at least once"
+    assert facts["listed"] > facts["deposits"]
+    assert "0 wrong, 0 never stored, 0 lost" in done.stdout
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("more", [(), ("--kills", "1000")], ids=["stress", "torture"])
+def test_a_killed_run_leaves_no_process(tmp_path: Path, more: tuple[str, ...]) -> None:
+    run = subprocess.Popen(command(tmp_path, *more), env=environment(), stdout=subprocess.DEVNULL)
     try:
         # Itself, a server and eight clients.
         wait_until(lambda: len(processes_of(tmp_path)) >= 10)

@@ -1,4 +1,4 @@
-"""`python -m stress` (`make stress`): exits with 0 if all checks passed, else 1."""
+"""`python -m stress` (`make stress`, `make torture`): exits with 0 if all checks passed, else 1."""
 
 from __future__ import annotations
 
@@ -10,15 +10,40 @@ import sys
 import tempfile
 from pathlib import Path
 
-from stress.orchestrator import Orchestrator, Plan
-from stress.report import live_line, show
+from stress.orchestrator import Orchestrator
+from stress.plan import ACKNOWLEDGEMENTS_PER_KILL, LARGE, Plan, rounds_of
+from stress.report import ledger, live_line, show
 from stress.verdict import checks_of, passed, to_json
-
-ACKNOWLEDGEMENTS_PER_KILL = 180
 
 
 def main() -> int:
-    """Runs it, prints the table, writes JSON; returns the exit code."""
+    """Runs it, prints what it found, writes JSON; returns the exit code."""
+    options = _parser().parse_args()
+    seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
+    print(f"SEED={seed}", flush=True)
+    rounds = []
+    for plan in _plans(seed, options):
+        directory = Path(tempfile.mkdtemp(prefix="kvt-", dir=options.directory))
+        facts = Orchestrator(directory, plan, live_line).run()
+        live_line("")
+        rounds.append((facts, checks_of(facts)))
+        show(*rounds[-1], whole=options.kills <= plan.kills)
+        if passed(rounds[-1][1]):
+            shutil.rmtree(directory)
+        else:
+            print(f"the journal, the logs and the data are in {directory}", flush=True)
+    ok = all(passed(checks) for _, checks in rounds)
+    if options.kills:
+        print(f"torture of {len(rounds)} rounds: {ledger([facts for facts, _ in rounds])}")
+    print("passed" if ok else f"FAILED; the seed was {seed}")
+    if options.json:
+        found = [to_json(facts, checks) for facts, checks in rounds]
+        whole = {"ok": ok, "seed": seed, "rounds": found} if options.kills else found[0]
+        options.json.write_text(json.dumps(whole, indent=1, default=vars) + "\n")
+    return 0 if ok else 1
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m stress",
         description="Mixed load on a real server, with SIGKILLs on both sides, and a verdict.",
@@ -33,30 +58,20 @@ def main() -> int:
         type=int,
         help=f"torture: how many blocks must be acknowledged as durable ({ACKNOWLEDGEMENTS_PER_KILL} per kill)",
     )
-    parser.add_argument("--large", choices=("lmdb", "disk"), help="the tier that holds all blocks (drawn)")
+    parser.add_argument("--large", choices=LARGE, help="the tier that holds all blocks (follows from the seed)")
     parser.add_argument("--seed", type=int, help="what all choices follow from (a random number)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found here")
     parser.add_argument("--directory", type=Path, help="where sockets and data go; short (a temporary directory)")
-    options = parser.parse_args()
-    seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
-    print(f"SEED={seed}", flush=True)
-    wanted = options.acknowledgements
-    if wanted is None:
-        wanted = ACKNOWLEDGEMENTS_PER_KILL * options.kills
-    seconds = 0.0 if options.kills else options.seconds
-    plan = Plan(seed, seconds, kills=options.kills, acknowledgements=wanted, large=options.large)
-    directory = Path(tempfile.mkdtemp(prefix="kvt-", dir=options.directory))
-    facts = Orchestrator(directory, plan, live_line).run()
-    checks = checks_of(facts)
-    live_line("")
-    show(facts, checks)
-    if options.json:
-        options.json.write_text(json.dumps(to_json(facts, checks), indent=1, default=vars) + "\n")
-    if passed(checks):
-        shutil.rmtree(directory)
-    else:
-        print(f"the journal, the logs and the data are in {directory}")
-    return 0 if passed(checks) else 1
+    return parser
+
+
+def _plans(seed: int, options: argparse.Namespace) -> list[Plan]:
+    if options.kills:
+        wanted = options.acknowledgements
+        if wanted is None:
+            wanted = ACKNOWLEDGEMENTS_PER_KILL * options.kills
+        return rounds_of(seed, options.kills, wanted, options.large)
+    return [Plan(seed, options.large or LARGE[seed % 2], seconds=options.seconds)]
 
 
 if __name__ == "__main__":

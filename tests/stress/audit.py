@@ -112,7 +112,8 @@ class Auditor:
             except (grpc.RpcError, OSError) as failed:
                 error = failed
                 continue
-            self._blocks.intend(self._journal.read().intended)  # later than the inventory: a deposit begins before it
+            # Read after the inventory: clients record a deposit before they store it.
+            self._blocks.intend(self._journal.read().intended)
             self.unknown += self._blocks.never_stored(held)
             self.missing += self._blocks.lost(held, self.large, acknowledged)
             self.listed += len(acknowledged)

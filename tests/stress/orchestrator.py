@@ -16,55 +16,20 @@ from harness.polling import polls
 
 from stress import final_checks
 from stress.audit import Auditor
-from stress.chaos import SLOTS, SURVIVORS, Fault, FaultKind, kill_of, last_run_start, timeline
-from stress.client_pool import PAIR_SLOTS, ClientPool
-from stress.durable_ledger import DepositPlan, Journal
+from stress.chaos import SLOTS, SURVIVORS, Fault, FaultKind, kill_of, timeline
+from stress.client_pool import ClientPool
+from stress.durable_ledger import Journal
 from stress.final_checks import Leftovers
 from stress.flatness import Trend, trend_of
+from stress.plan import MORE_KILLS, Plan
 from stress.server_runs import LEASE_SECONDS, SMALL, ServerRun, StressServer
 from stress.shape import universe_bytes
 from stress.watch import MEASURES, Series, Watch, measures_of
 
-__all__ = ["Facts", "Orchestrator", "Plan"]
+__all__ = ["Facts", "Orchestrator"]
 
 _TICK_SECONDS = 0.05
 _LOOK_SECONDS = 1.0
-_DEPOSITS_PER_SECOND = 8.0
-"""Of each client at most; fewer in a long run, so that deposits continue until the last run."""
-_MOST_DEPOSITS = 300
-_DEPOSITORS = SLOTS - len(PAIR_SLOTS)
-_ROOM = 2
-"""How many times the asked acknowledgements the clients of a torture run may deposit."""
-_MORE_KILLS = 1.25
-"""A torture run goes on for so many times the asked kills, until it has the asked acknowledgements."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run does.
-
-    Attributes:
-        seed: what all choices follow from.
-        seconds: how long the load lasts, with faults of all kinds.
-        kills: if not 0, a torture run: only the server is killed, so often, at short intervals and
-            also while it starts.
-        acknowledgements: how many blocks a torture run must see acknowledged as durable.
-        large: type of the tier that holds all blocks, "lmdb" or "disk"; None: drawn.
-    """
-
-    seed: int
-    seconds: float = 0.0
-    kills: int = 0
-    acknowledgements: int = 0
-    large: str | None = None
-
-    @property
-    def deposits(self) -> DepositPlan:
-        if self.kills:
-            most = -(-_ROOM * self.acknowledgements // _DEPOSITORS)
-            return DepositPlan(per_second=float(most), most=most, batch=48)
-        per_second = min(_DEPOSITS_PER_SECOND, _MOST_DEPOSITS / last_run_start(self.seconds))
-        return DepositPlan(per_second=per_second, most=_MOST_DEPOSITS, batch=4)
 
 
 @dataclass
@@ -74,7 +39,6 @@ class Facts:
     plan: Plan
     seconds: float
     """Time under load."""
-    large: str
     counts: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     wrong: list[dict[str, Any]] = field(default_factory=list)
@@ -113,19 +77,17 @@ class Orchestrator:
     def __init__(self, directory: Path, plan: Plan, progress: Callable[[str], None]) -> None:
         """`progress` is called once a second."""
         rng = random.Random(f"{plan.seed}:run")
-        drawn = rng.choice(("lmdb", "disk"))
-        large = plan.large or drawn
         self._plan = plan
-        self._facts = Facts(plan, plan.seconds, large)
+        self._facts = Facts(plan, plan.seconds)
         self._watch = Watch()
         reports = directory / "reports"
         reports.mkdir()
         self._journal = Journal(reports)
         everything = universe_bytes(SLOTS * plan.deposits.most)
-        self._server = StressServer(directory, large, everything, self._watch, forked=plan.kills > 0)
+        self._server = StressServer(directory, plan.large, everything, self._watch, forked=plan.kills > 0)
         server = self._server.server
         self._pool = ClientPool(reports, (server.endpoint, server.tcp), plan.seed, LEASE_SECONDS, plan.deposits)
-        self._auditor = Auditor(server.endpoint, rng, reports, large, SMALL[large])
+        self._auditor = Auditor(server.endpoint, rng, reports, plan.large, SMALL[plan.large])
         self._progress = progress
         self._began = 0.0
         self._looked_at = 0.0
@@ -186,7 +148,7 @@ class Orchestrator:
 
     def _is_tortured(self) -> bool:
         kills, wanted = self._facts.kills, self._plan.kills
-        enough = len(self._journal.done) >= self._plan.acknowledgements or kills >= wanted * _MORE_KILLS
+        enough = len(self._journal.done) >= self._plan.acknowledgements or kills >= wanted * MORE_KILLS
         return kills >= wanted and enough
 
     def _idle_until(self, at: float) -> None:

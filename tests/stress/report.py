@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from rich.console import Console
@@ -14,9 +14,9 @@ from rich.table import Table
 from stress.chaos import FaultKind
 from stress.orchestrator import Facts
 from stress.shape import MIB
-from stress.verdict import Check, passed
+from stress.verdict import Check
 
-__all__ = ["live_line", "show"]
+__all__ = ["ledger", "live_line", "show"]
 
 _MARKS = {True: "[green]ok", False: "[bold red]FAILED", None: "[dim]-"}
 
@@ -29,20 +29,40 @@ def live_line(text: str) -> None:
         sys.stderr.flush()
 
 
-def show(facts: Facts, checks: Sequence[Check]) -> None:
-    """Prints what happened, the failures, and the table of checks."""
+def show(facts: Facts, checks: Sequence[Check], *, whole: bool) -> None:
+    """Prints what happened, the failures, and the table of checks.
+
+    Without `whole`, prints one line and the checks that failed.
+    """
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 140
-    for name, text in _what_happened(facts).items():
+    for name, text in (_what_happened(facts) if whole else _in_short(facts)).items():
         console.print(f"[bold]{name}[/bold]: {text}", markup=True)
     for title, items in _examples(facts).items():
         for item in items[:10]:
             console.print(f"{title}: {item}", markup=False)
     for text, number in facts.logged_errors.items():
         console.print(f"{number} times in the server's log: {text}", markup=False)
-    console.print(_table(checks))
-    console.print("passed" if passed(checks) else f"[bold red]FAILED[/bold red]; the seed was {facts.plan.seed}")
+    shown = [check for check in checks if whole or check.ok is False]
+    if shown:
+        console.print(_table(shown))
+
+
+def ledger(rounds: Sequence[Facts]) -> str:
+    """The ledger of one or several rounds in one line."""
+
+    def total(number: Callable[[Facts], int]) -> int:
+        return sum(map(number, rounds))
+
+    return (
+        f"{total(lambda facts: facts.kills)} SIGKILLs of the server "
+        f"({total(lambda facts: facts.faults[FaultKind.KILL_START.value])} while it started), "
+        f"{total(lambda facts: facts.deposits)} durable acknowledgements; "
+        f"after starts {total(lambda facts: facts.listed)} looked for "
+        f"and {total(lambda facts: facts.audited)} read back: {total(lambda facts: len(facts.wrong))} wrong, "
+        f"{total(lambda facts: len(facts.unknown))} never stored, {total(lambda facts: len(facts.missing))} lost"
+    )
 
 
 def _table(checks: Sequence[Check]) -> Table:
@@ -52,6 +72,10 @@ def _table(checks: Sequence[Check]) -> Table:
     for check in checks:
         table.add_row(check.name, check.found, check.wanted, _MARKS[check.ok], f"[dim]{check.note}")
     return table
+
+
+def _in_short(facts: Facts) -> dict[str, str]:
+    return {f"{facts.seconds:.0f} s, {facts.plan.large} holds all blocks": ledger([facts])}
 
 
 def _examples(facts: Facts) -> dict[str, Sequence[object]]:
@@ -67,9 +91,7 @@ def _what_happened(facts: Facts) -> dict[str, str]:
     seconds = [run.seconds for run in facts.server_runs]
     highest = [memory / MIB for _, memory in facts.memory_by_run]
     return {
-        "ledger": f"{facts.kills} SIGKILLs of the server ({facts.faults[FaultKind.KILL_START.value]} while it started), "
-        f"{facts.deposits} durable acknowledgements; after starts {facts.listed} looked for and {facts.audited} read back: "
-        f"{len(facts.wrong)} wrong, {len(facts.unknown)} never stored, {len(facts.missing)} lost",
+        **_in_short(facts),
         "faults": _listed(facts.faults),
         "acts": _listed(facts.counts, "act "),
         "stores": _listed(facts.counts, "store "),

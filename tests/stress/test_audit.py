@@ -97,7 +97,7 @@ def test_a_sound_server_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_planted_violation_is_named(planted: str, tmp_path: Path) -> None:
-    """A wrong byte, a block that no client began to store, and a lost block: each fails its check."""
+    """A wrong byte, a block that was never stored, and a lost block: each fails its check."""
     known = SOUND[:-1] if planted == "listed although never stored" else SOUND
     acknowledged = journal(tmp_path, begun=len(known), acknowledged=known)
     with running_server() as server:

@@ -11,6 +11,7 @@ from harness.payloads import filled
 
 from stress.chaos import SLOTS, SURVIVORS, FaultKind, kill_of, timeline
 from stress.durable_ledger import DepositPlan, DurableLedger, Journal
+from stress.plan import rounds_of
 from stress.result_log import ResultLog
 from stress.shape import DATASETS, difference
 
@@ -39,6 +40,16 @@ def test_the_kills_follow_from_the_seed() -> None:
     assert 20 < len(starts) < 200
     assert min(starts) < 0.2
     assert max(starts) > 1
+
+
+def test_the_rounds_of_a_torture_run() -> None:
+    """Together they have the asked kills and acknowledgements; the tiers take turns."""
+    rounds = rounds_of(7, 1000, 180_000, None)
+    assert sum(plan.kills for plan in rounds) == 1000
+    assert sum(plan.acknowledgements for plan in rounds) == 180_000
+    assert {plan.large for plan in rounds[:2]} == {"lmdb", "disk"}
+    assert len({plan.seed for plan in rounds}) == len(rounds) > 1
+    assert [plan.kills for plan in rounds_of(7, 30, 60, "disk")] == [30]
 
 
 def test_the_last_server_lives_long() -> None:

@@ -10,7 +10,8 @@ import pytest
 from stress.chaos import FaultKind
 from stress.final_checks import Leftovers
 from stress.flatness import Trend, trend_of
-from stress.orchestrator import Facts, Plan
+from stress.orchestrator import Facts
+from stress.plan import Plan
 from stress.server_runs import ServerRun
 from stress.verdict import checks_of, passed
 
@@ -21,8 +22,8 @@ def good() -> Facts:
     """Facts of a run without failures."""
     tiers = {name: {"evictions": 9, "hits": 9, "blocks": 9} for name in ("cpu", "disk")}
     tiers["lmdb"] = {"evictions": 0, "hits": 9, "blocks": 9}
-    plan = Plan(1, kills=10, acknowledgements=30)
-    facts = Facts(plan, 600.0, "lmdb", fsck=0, audited=90, listed=300, deposits=30)
+    plan = Plan(1, "lmdb", kills=10, acknowledgements=30)
+    facts = Facts(plan, 600.0, fsck=0, audited=90, listed=300, deposits=30)
     facts.counts = Counter({"verified blocks": 100, "leases shared": 5, "hand-offs read": 5})
     facts.counts.update({f"verified over {transport}": 9 for transport in ("shm", "tcp", "grpc")})
     facts.faults = Counter({FaultKind.KILL_SERVER.value: 8, FaultKind.KILL_START.value: 2})

@@ -113,9 +113,9 @@ def _server(facts: Facts) -> Iterator[Check]:
 
 def _load(facts: Facts) -> Iterator[Check]:
     """Whether the load was heavy enough: without evictions a run shows little."""
-    lost = sum(run.tiers.get(facts.large, {}).get("evictions", 0) for run in facts.server_runs)
-    yield _none("evictions of the tier that holds all", lost, facts.large)
-    small = "disk" if facts.large == "lmdb" else "lmdb"
+    lost = sum(run.tiers.get(facts.plan.large, {}).get("evictions", 0) for run in facts.server_runs)
+    yield _none("evictions of the tier that holds all", lost, facts.plan.large)
+    small = "disk" if facts.plan.large == "lmdb" else "lmdb"
     happened = {
         "evictions of the CPU tier": _sum(facts, "cpu", "evictions"),
         f"evictions of the small tier ({small})": _sum(facts, small, "evictions"),
