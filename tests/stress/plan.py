@@ -23,7 +23,7 @@ _MOST_DEPOSITS = 300
 _DEPOSITORS = SLOTS - len(PAIR_SLOTS)
 _ROOM = 2
 """How many times the asked acknowledgements the clients of a round may deposit."""
-_PACE = 0.13
+_PACE = 0.1
 """Deposits of a client per second, for each asked acknowledgement per kill."""
 
 
