@@ -31,7 +31,8 @@ SMALL = MappingProxyType({"lmdb": "disk", "disk": "lmdb"})
 LEASE_SECONDS = 3.0
 _SLACK = 3
 """A block of 4 KiB needs 8 KiB of LMDB's file."""
-_NO_ROOM = "MDB_MAP_FULL"
+_NO_ROOM = MappingProxyType({"lmdb": "MDB_MAP_FULL", "disk": "the index is full"})
+"""Errors of a small tier that is fragmented, or whose index has no room for more small blocks."""
 _METRIC = re.compile(r"^(kvtier_checksum_mismatches_total|kvtier_rpc_duration_seconds_count)\{([^}]*)\} ([0-9.e+]+)$")
 
 
@@ -152,12 +153,19 @@ class StressServer:
     def logged_errors(self) -> Counter[str]:
         """The errors in all logs of the server, counted by message.
 
-        Without those of the small tier when it is fragmented: they fail a store, and the next one
+        Without those of the small tier when it has no room: they fail a store, and the next one
         makes room.
         """
         lines = (line for line in self._log() if line["level"] in ("error", "critical"))
         found = Counter(f"{line['event']}: {line.get('exception', '')[-500:]}" for line in lines)
-        return Counter({text: count for text, count in found.items() if self.large == "lmdb" or _NO_ROOM not in text})
+        small = SMALL[self.large]
+        return Counter(
+            {
+                text: count
+                for text, count in found.items()
+                if not (text.startswith(f"tier {small}: ") and _NO_ROOM[small] in text)
+            }
+        )
 
     def _note_metrics(self) -> None:
         with urllib.request.urlopen(self._metrics, timeout=2.0) as answer:  # noqa: S310 - our own
