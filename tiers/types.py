@@ -191,7 +191,7 @@ class NamespaceSpec:
         return self.part_bytes[group]
 
     def check(self, keys: Sequence[bytes]) -> None:
-        if len(keys) == 1:  # usual for blocks of secondary tiers, which are looked up one by one
+        if len(keys) == 1:
             self.part_bytes_of(keys[0])
             return
         lengths = set(map(len, keys))

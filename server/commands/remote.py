@@ -123,7 +123,7 @@ def _objects(bucket: Bucket, folders: Iterable[str]) -> Iterator[StoredObject]:
 
 
 def _delete(bucket: Bucket, objects: Iterable[StoredObject], *, dry_run: bool) -> Iterator[StoredObject]:
-    """Deletes objects and yields them. An error of `objects` is raised after the deletion."""
+    """Deletes objects and yields them. Then raises the error that has ended them."""
     remaining, error = iter(objects), None
     while error is None:
         some: list[StoredObject] = []

@@ -27,7 +27,7 @@ class LookupMatch:
     Attributes:
         items: per examined key the pinned block, or None.
         sources: per item the position of the tier that has the block.
-        found: keys that become promotions at the end, with their tier and positions.
+        found: keys that `match` turns into promotions at its end, with their tier and positions.
         promotions: position, tier and block of each promotion.
         retries: positions with an outstanding query to a shared tier.
         deferred: whether an earlier key of the prefix has an outstanding query.

@@ -198,7 +198,8 @@ class Catalog:
     def recount(self, entries: Iterable[CatalogEntry], loads: int = 0) -> None:
         """Updates the busy bytes of the shares after a change of the entries' states.
 
-        Adds `loads` to the running loads of each entry before. The catalog may lack entries.
+        First adds `loads` to the running loads of each entry. Entries that the catalog lacks change
+        no share.
         """
         for entry in entries:
             entry.loads = running = entry.loads + loads

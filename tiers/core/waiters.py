@@ -43,8 +43,8 @@ def settle_in_slices(waits: Iterable[tuple[Callable[[int], int], Block]]) -> Ope
     """Ends waits for blocks that are no longer pending, 1,024 items per slice.
 
     `waits`: per lease, hold or request and block, a function that ends the wait of at most the
-    given number of items, and returns their number, or a larger one if the rest costs more. A block
-    that is pending again is left to its next end.
+    given number of items, and returns their number. Fewer than given means that none is left. A
+    block that is pending again is left to its next end.
     """
     room = SETTLE_SLICE
     for settle, block in waits:

@@ -32,6 +32,8 @@ BYTES_PER_SECOND = 16 << 20
 """Transfers have this rate at least: the deadline of a call grows with its bytes."""
 LIST_DEADLINES = 4.0
 """A list of several requests ends after this many deadlines: 5 answers of S3 take half a second."""
+LEVELS = 4
+"""Folders below that of a format: tenant, namespace, hour, and one that no pack is in."""
 MAX_PATH_BYTES = 1024
 """Limit of the names of S3, Google and Azure."""
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -112,11 +114,13 @@ class Bucket:
         """Returns the names of the folders in a folder, ascending."""
         return self._content(folder)[0]
 
-    def objects(self, folder: str, after: str = "") -> Iterator[StoredObject]:
+    def objects(self, folder: str, after: str = "", levels: int = LEVELS) -> Iterator[StoredObject]:
         """Yields all objects of a folder whose paths sort after `after`, in lists of 1,000.
 
         If the library refuses the name of an object, each folder in the folder gets a list of its
-        own, so that the name hides one folder. Raises `InvalidNameError` after the last object.
+        own, down to `levels` folders deep. So the name hides only the folder that has an invalid
+        part in it. Raises `InvalidNameError` after the last object. This needs a store whose lists
+        are ascending.
         """
         last = after
         try:
@@ -127,12 +131,14 @@ class Bucket:
                         last = max(last, each.path)
                         yield each
         except InvalidNameError as error:
+            if not levels:
+                raise
             refused = error
             folders, direct = self._content(folder)
             yield from (each for each in direct if each.path > last)
             for name in folders:
                 try:
-                    yield from self.objects(f"{folder}{name}/", last)
+                    yield from self.objects(f"{folder}{name}/", last, levels - 1)
                 except InvalidNameError as another:
                     refused = another
             raise refused from None
@@ -176,14 +182,19 @@ class Bucket:
                         continue
 
     def _content(self, folder: str) -> tuple[list[str], list[StoredObject]]:
-        """Returns the names of the folders in a folder, and the objects, but not those below."""
+        """Returns the names of the folders in a folder, and the objects, but not those below.
+
+        Ignores names outside of the folder.
+        """
+        start = self._prefix + folder
 
         async def collect(client: Any) -> Any:
-            return await self._obstore.list_with_delimiter_async(client, self._prefix + folder)
+            return await self._obstore.list_with_delimiter_async(client, start)
 
         found = self._list(collect)
-        folders = sorted(path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
-        return folders, list(map(self._stored, found["objects"]))
+        names = {path[len(start) :].rstrip("/") for path in found["common_prefixes"] if path.startswith(start)}
+        objects = [each for each in found["objects"] if each["path"].startswith(start)]
+        return sorted(name for name in names if name and "/" not in name), list(map(self._stored, objects))
 
     def _stored(self, entry: Any) -> StoredObject:
         return StoredObject(entry["path"][len(self._prefix) :], entry["size"], entry["last_modified"])

@@ -17,7 +17,7 @@ from kvtier.tiers.remote import pack_finder
 from kvtier.tiers.remote.bucket import InvalidNameError
 from kvtier.tiers.remote.dialing import Dialer, ServerAddress
 from kvtier.tiers.remote.network_tier import RemoteLimits
-from kvtier.tiers.remote.object_store import StoreUnavailableError
+from kvtier.tiers.remote.object_store import StoreRefusedError, StoreUnavailableError
 from kvtier.tiers.remote.pack_format import folder_of, hour_of
 from kvtier.tiers.remote.s3 import BucketAddress, BucketOptions, S3Tier, open_bucket
 from kvtier.tiers.remote.valkey import ValkeyTier
@@ -259,6 +259,25 @@ class TestObjectStore:
         with pytest.raises(InvalidNameError, match=re.escape(where.partition("x")[0])):
             found.extend(each.path for each in bucket.objects("f/"))
         assert sorted(found) == [path for path in paths if not path.startswith(hidden)]
+
+    @pytest.mark.parametrize("prefix", ["f/{}", "f/", "f/a/", "f//", "elsewhere/f/", ""])
+    def test_refused_lists_that_name_further_folders_end(self, store: HostileS3, tmp_path: Path, prefix: str) -> None:
+        """The store names a folder in each folder, the folder itself, or one outside of it."""
+
+        def refuse(handler: S3Handler) -> bool:
+            asked = handler.query["prefix"]
+            if "delimiter" in handler.query:
+                named = f"{asked}a/" if prefix == "f/{}" else prefix
+                body = f"<CommonPrefixes><Prefix>{named}</Prefix></CommonPrefixes>"
+            else:
+                body = f"<Contents><Key>{asked}../x</Key><LastModified>2026-01-01T00:00:00Z</LastModified><Size>1</Size></Contents>"
+            handler.reply(200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{body}</ListBucketResult>".encode())
+            return True
+
+        store.lie = refuse
+        bucket = open_bucket(BucketAddress.parse("s3://bucket"), _options(store, tmp_path), 1.0)
+        with pytest.raises(StoreRefusedError):
+            list(bucket.objects("f/"))
 
 
 def _options(store: HostileS3, directory: Path) -> BucketOptions:
