@@ -50,7 +50,7 @@ def test_a_short_run(tmp_path: Path) -> None:
     assert facts["ok"]
     assert len(facts["facts"]["server_runs"]) > 1
     assert facts["facts"]["counts"]["verified blocks"] > 100
-    assert f"SEED={facts['facts']['seed']}\n" in done.stdout
+    assert f"SEED={facts['facts']['plan']['seed']}\n" in done.stdout
     assert processes_of(tmp_path) == []
 
 

@@ -34,7 +34,7 @@ def main() -> int:
             print(f"the journal, the logs and the data are in {directory}", flush=True)
     ok = all(passed(checks) for _, checks in rounds)
     if options.kills:
-        print(f"torture of {len(rounds)} rounds: {ledger([facts for facts, _ in rounds])}")
+        print(f"all rounds ({len(rounds)}): {ledger([facts for facts, _ in rounds])}")
     print("passed" if ok else f"FAILED; the seed was {seed}")
     if options.json:
         found = [to_json(facts, checks) for facts, checks in rounds]

@@ -13,7 +13,9 @@ from stress.chaos import SLOTS, SURVIVORS, FaultKind, kill_of, timeline
 from stress.durable_ledger import DepositPlan, DurableLedger, Journal
 from stress.plan import rounds_of
 from stress.result_log import ResultLog
-from stress.shape import DATASETS, difference
+from stress.server_runs import StressServer
+from stress.shape import DATASETS, MIB, difference
+from stress.watch import Watch
 
 
 @pytest.mark.parametrize("seconds", [10, 600])
@@ -117,3 +119,13 @@ def test_a_deposit_without_acknowledgement_is_repeated(tmp_path: Path) -> None:
     with durable_ledger.deposit(rng) as numbers:
         assert list(numbers) == [1]
     durable_ledger.close()
+
+
+def test_only_the_small_tier_may_have_no_room(tmp_path: Path) -> None:
+    """The log of the server may say so. The same error of the large tier is one."""
+    errors = ["tier disk: cannot store: the index is full", "tier lmdb: cannot store: MDB_MAP_FULL"]
+    (tmp_path / "log").write_text("".join(f'{{"level": "error", "event": "{error}"}}\n' for error in errors))
+    for large, expected in (("lmdb", errors[1]), ("disk", errors[0])):
+        server = StressServer(tmp_path, large, MIB, Watch(), forked=True)
+        assert list(server.logged_errors()) == [f"{expected}: "]
+        server.server.close()
