@@ -16,13 +16,15 @@ from harness.server_process import ServerProcess
 
 from kvtier.client import Client, KeyStatus, StoreStatus
 from kvtier.protos.v1 import admin_pb2
+from kvtier.tiers.core.retiring_extents import GRACE_SECONDS
 from stress.shape import KIB
 
 __all__ = ["FILL", "IDLE_SECONDS", "Leftovers", "fill", "fill_keys", "fsck", "wait_idle"]
 
 IDLE_SECONDS = 15.0
 """Limit for the expiry of the last lease and the detection of the last process's end."""
-FILL_SECONDS = 30.0
+FILL_SECONDS = 2 * GRACE_SECONDS + 10.0
+"""An extent that retires for a class of an ended client is kept for this class for a time."""
 _FILL_PART = 64 * KIB
 _STEP = 32
 FILL = namespace_of(_FILL_PART, model="fill")
