@@ -52,9 +52,8 @@ them at {shm load, 64 x 2 MiB} GB/s. For comparison, memcpy with one thread copi
 two threads. Over loopback, TCP stores at {tcp store, 64 x 2 MiB} GB/s and loads at {tcp load, 64 x 2 MiB} GB/s. gRPC
 stores at {grpc store, 64 x 2 MiB} GB/s and loads at {grpc load, 64 x 2 MiB} GB/s. A lookup of 64 keys takes
 {lookup of hits, 64 keys, p50} ms (median); a bare gRPC call with as many keys takes {bare unary call, 64 keys, p50} ms.
-The server answers its first call {server: start to first answer} s after its start. Its index needs
-{memory per key, CPU tier, 1,000,000 keys there} bytes of memory per key, if the CPU tier has a million keys. The figures
-were measured on {date}. Another machine has other figures, so compare ratios.
+The server answers its first call {server: start to first answer} s after its start. The figures were measured on {date}.
+Another machine has other figures, so compare ratios.
 """
 
 

@@ -18,7 +18,7 @@ DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 LMDB_SHARE = 0.8
 """Fraction of an lmdb tier's size that blocks can use."""
 _SLOT_BYTES = 4096
-_KEY_BYTES = {"cpu": 459, "disk": 260}
+_KEY_BYTES = {"cpu": 501, "disk": 270}
 """Memory of the server's index per key (docs/performance-tables.md, at 1,000,000 keys)."""
 _PROMPTS = 2
 """Number of prompts of the model's longest context that the suggested region holds."""
