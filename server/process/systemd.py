@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Mapping
 
 from ..telemetry.downgrades import Downgrades
+from .notify_socket import notify, notify_address
 
 __all__ = ["ServiceManager"]
 
@@ -21,10 +21,7 @@ class ServiceManager:
 
     def __init__(self, downgrades: Downgrades, environment: Mapping[str, str] = os.environ) -> None:
         self._downgrades = downgrades
-        path = environment.get("NOTIFY_SOCKET", "")
-        # "@" stands for the NUL byte of an abstract socket. Other kinds of address (vsock) are
-        # ignored.
-        self._address = {"/": path, "@": f"\0{path[1:]}"}.get(path[:1])
+        self._address = notify_address(environment)
         self.watchdog_seconds = _watchdog_seconds(environment)
         """Watchdog time-out of the service manager; None without a watchdog."""
         self._watchdog: asyncio.Task[None] | None = None
@@ -52,10 +49,7 @@ class ServiceManager:
         if self._address is None:
             return
         try:
-            with socket.socket(
-                socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-            ) as sender:
-                sender.sendto(message.encode(), self._address)
+            notify(self._address, message)
         except OSError as error:
             cause = f"the service manager does not learn the state of the server: {error}"
             self._downgrades.report("service_manager", cause, "check NOTIFY_SOCKET; docs/deploy.md#systemd")
