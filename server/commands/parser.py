@@ -35,6 +35,7 @@ def new_parser() -> argparse.ArgumentParser:
     _add_conversations(commands)
     _add_evict(commands)
     _add_drain(commands)
+    _add_keeper(commands)
     _add_fleet(commands)
     _add_doctor(commands)
     _add_fsck(commands)
@@ -188,6 +189,30 @@ def _add_drain(commands: Any) -> None:
     _add_drain_mode(drain)
     drain.add_argument("--wait", action="store_true", help="wait until the server is drained or has ended")
     add_endpoint(drain)
+
+
+def _add_keeper(commands: Any) -> None:
+    keeper = commands.add_parser(
+        "keeper",
+        help="hold the memory of the CPU tier while the server restarts",
+        description="Runs a process that holds the memory of the CPU tier and connections of engines while the server restarts. "
+        "The server's setting `keeper` is the path of its socket. Under systemd it is not needed. Ends with SIGTERM or Ctrl-C.",
+    )
+    keeper.add_argument("--socket", metavar="PATH", required=True, help="Unix socket on which the server connects")
+    keeper.add_argument(
+        "--forget-after",
+        metavar="SECONDS",
+        type=seconds(DAY_SECONDS),
+        default=600.0,
+        help="time without a server after which the memory is freed (default: 600)",
+    )
+    keeper.add_argument(
+        "--max-descriptors",
+        metavar="N",
+        type=count(1),
+        default=4096,
+        help="maximum number of descriptors (default: 4096)",
+    )
 
 
 def _add_drain_mode(drain: argparse.ArgumentParser) -> None:

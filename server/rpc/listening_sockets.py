@@ -39,7 +39,8 @@ class SocketClaim:
     user.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, program: str = "server") -> None:
+        """`program`: what else may have claimed the socket, for the error."""
         if endpoint.path is None:
             raise SocketError(f"{endpoint} is not a Unix socket")
         self.path = Path(endpoint.path)
@@ -47,7 +48,7 @@ class SocketClaim:
         self._lock: int | None = None
         try:
             _prepare_directory(self.path.parent)
-            self._lock = _lock(self._lock_path, endpoint)
+            self._lock = _lock(self._lock_path, endpoint, program)
             _remove_stale(self.path)
         except OSError as error:
             self._unlock()
@@ -163,7 +164,7 @@ def _prepare_directory(directory: Path) -> None:
         directory.chmod(0o700)
 
 
-def _lock(path: Path, endpoint: Endpoint) -> int:
+def _lock(path: Path, endpoint: Endpoint, program: str) -> int:
     """Returns the descriptor of the locked file. Raises `SocketError` if it is locked."""
     for _ in range(_ATTEMPTS):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -178,7 +179,7 @@ def _lock(path: Path, endpoint: Endpoint) -> int:
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
         os.close(descriptor)
-    raise SocketError(f"{endpoint} is in use: another server listens there")
+    raise SocketError(f"{endpoint} is in use: another {program} listens there")
 
 
 def _remove_stale(path: Path) -> None:
