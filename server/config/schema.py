@@ -18,6 +18,7 @@ from ...tiers.negotiation import OffloadPolicy, Rule
 from .annotations import _duration, _setting, _size
 from .events import EventConfig
 from .peers import PeersConfig
+from .tracing import TracingConfig
 from .units import GIB, KIB, MIB, format_size
 
 __all__ = [
@@ -37,7 +38,6 @@ __all__ = [
     "TenantConfig",
     "TierConfig",
     "TlsConfig",
-    "TracingConfig",
 ]
 
 Admission = Literal["all", "second_use"]
@@ -243,21 +243,6 @@ class RateConfig(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         _setting("Maximum number of open sessions of a tenant. Further sessions are refused.", ge=1, le=65536),
     ] = None
-
-
-class TracingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Tracing of calls and jobs with OpenTelemetry (`kvtier[tracing]`)."""
-
-    endpoint: Annotated[str | None, _setting("Address of the collector (OTLP, gRPC), like `http://HOST:4317`.")] = None
-    ratio: Annotated[
-        float,
-        _setting(
-            "Fraction of the traces started by the server that are recorded. A trace that a caller started is recorded if "
-            "the caller records it.",
-            ge=0,
-            le=1,
-        ),
-    ] = 1.0
 
 
 class RuleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import __version__
 from ...tiers.secondary_tier import Outcome
-from ..config.schema import TracingConfig
+from ..config.tracing import TracingConfig
 from .downgrades import Downgrades
 from .metrics import JobObserver
 

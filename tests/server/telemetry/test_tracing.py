@@ -24,7 +24,8 @@ from kvtier.client import Client
 from kvtier.protos.v1 import cache_pb2, common_pb2
 from kvtier.protos.wire.packed_keys import pack_keys
 from kvtier.server.config.loader import load
-from kvtier.server.config.schema import ConfigError, TracingConfig
+from kvtier.server.config.schema import ConfigError
+from kvtier.server.config.tracing import TracingConfig
 from kvtier.server.telemetry.tracing import TracingError, open_tracing
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
