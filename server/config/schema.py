@@ -387,6 +387,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "spread"
     data_dir: Annotated[Path, _setting("Parent directory of the tiers' files.", default="`$XDG_DATA_HOME/kvtier`")]
+    keeper: Annotated[
+        Path | None,
+        _setting(
+            "Unix socket of `kvtier keeper`. The keeper holds the memory of the CPU tier while the server restarts."
+        ),
+    ] = None
     metrics: Annotated[
         str | None,
         _setting(

@@ -5,7 +5,7 @@ FDSTORE, FDSTOREREMOVE, FDNAME and FDPOLL have the meaning of sd_notify(3).
 
 | message of the server | answer |
 |---|---|
-| KVTIER-KEEPER=1: version of the protocol; the first message | KVTIER-KEEPER, FDSTOREMAX, FDSTORED |
+| KVTIER-KEEPER=1 (the version); the first message | KVTIER-KEEPER, FDSTOREMAX, FDSTORED |
 | FDSTORE=1, FDNAME, optionally FDPOLL=0; with a descriptor | none |
 | FDSTOREREMOVE=1, FDNAME | none |
 | FDLIST=1 | FDSTORE=1, FDNAME and a descriptor, for each kept one; then END=1 |
@@ -97,7 +97,7 @@ def send(connection: socket.socket, fields: Mapping[str, str], descriptor: int |
 
 
 def receive(connection: socket.socket) -> Received:
-    """Returns the next message of a non-blocking socket; at the end, an empty one. Raises `OSError`.
+    """Returns the next message of a non-blocking socket; empty at the end. Raises `OSError`.
 
     The kernel reports ECONNRESET once if the peer has ended with unread messages, although messages
     of the peer may still be queued.

@@ -39,6 +39,7 @@ class TestSources:
         assert config.data_dir == Path("/data/kvtier")
         assert 0 < config.region_size <= min(8 * GIB, machine.memory_bytes() // 4)
         assert config.metrics is None
+        assert config.keeper is None
         assert (config.leases.default, config.leases.max) == (60.0, 600.0)
         assert (config.limits.max_keys, config.limits.max_key_bytes) == (65536, 80)
         assert [(tier.type, tier.path) for tier in config.tiers] == [("lmdb", Path("/data/kvtier/lmdb"))]
@@ -124,6 +125,7 @@ class TestSources:
                 "KVTIER_LIMITS_MAX_KEYS": "12",
                 "KVTIER_LEASES_DEFAULT": "5",
                 "KVTIER_DATA_DIR": "/elsewhere",
+                "KVTIER_KEEPER": "/run/keeper.sock",
                 "KVTIER_METRICS": "OFF",
                 "KVTIER_TIERS": '[{type = "lmdb", size = "3GiB", durability = "power"}]',
             }
@@ -132,6 +134,7 @@ class TestSources:
         assert config.insecure is True
         assert config.limits.max_keys == 12
         assert config.leases.default == 5.0
+        assert config.keeper == Path("/run/keeper.sock")
         assert config.metrics is None
         [tier] = config.tiers
         assert (tier.size, tier.durability, tier.path) == (3 * GIB, "power", Path("/elsewhere/lmdb"))
