@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import struct
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count, islice
@@ -42,18 +40,19 @@ from ..tiers.core.slot_allocator import extent_bytes_for
 from ..tiers.secondary_tier import NamespaceId, Outcome, SecondaryTier
 from ..tiers.stats.snapshots import ManagerStats
 from ..tiers.types import HoldName, JobId, LeaseId
+from .random_ids import random_ids
 from .region_digests import DamageLog, RegionDigests, RegionJobs
 from .telemetry.downgrades import Downgrades
 from .telemetry.logs import get_logger
 from .telemetry.metrics import JobObserver
 from .tier_host.guard import CheckedTier
 from .tier_host.worker import TierWorker, close_all
+from .warm_restart import WarmMemory
 
-__all__ = ["TierRuntime", "random_ids"]
+__all__ = ["TierRuntime"]
 
 _log = get_logger(__name__)
 
-_IDS = struct.Struct("<512Q")
 _TICK_SECONDS = 1.0
 _DISK_TICKS = 10
 """Number of ticks between two measurements of the free disk space."""
@@ -89,11 +88,12 @@ class TierRuntime:
         region: HostRegion,
         tiers: Sequence[SecondaryTier],
         settings: TierSettings | None = None,
+        memory: WarmMemory | None = None,
         *,
         stall_seconds: float = 10.0,
         downgrades: Downgrades | None = None,
     ) -> None:
-        """Takes ownership of the region and the tiers: `close` closes them. Starts nothing.
+        """Takes ownership of region, memory and tiers: `close` closes them. Starts nothing.
 
         If a job takes longer than `stall_seconds`, its tier gets no other job until this job ends.
         Raises `ValueError` if the settings contradict each other or exceed what the tiers can hold.
@@ -102,6 +102,7 @@ class TierRuntime:
         self.digests = RegionDigests(region)
         self._jobs = RegionJobs(region, self.digests, partial(self._call_loop, self.remove_damaged))
         self.downgrades = downgrades or Downgrades()
+        self.memory = memory or WarmMemory(region, self.downgrades)
         self.extent_bytes = extent_bytes_for(region.size_bytes)
         self._workers = [TierWorker(tier) for tier in tiers]
         self.core = TierManager(
@@ -111,6 +112,7 @@ class TierRuntime:
             new_ids=random_ids(),
             settings=settings,
             now=time.monotonic(),
+            records=self.memory.records,
         )
         self._stall_seconds = stall_seconds
         self._stall_watch_from = 0.0
@@ -137,6 +139,7 @@ class TierRuntime:
     async def start(self) -> None:
         """Backs the first extent, starts a thread that backs the others, and starts the ticks."""
         self._loop = asyncio.get_running_loop()
+        self.memory.recover(self.core)
         first = min(self.extent_bytes, self.region.size_bytes)
         if await asyncio.to_thread(self._back, 0, first):
             self._backing = threading.Thread(target=self._back_from, args=(first,), name="kvtier-backing", daemon=True)
@@ -300,6 +303,7 @@ class TierRuntime:
         await asyncio.to_thread(close_all, self._workers)
         if not self.left_behind:
             self.region.close()
+            self.memory.close()
 
     @property
     def left_behind(self) -> list[str]:
@@ -442,9 +446,3 @@ class TierRuntime:
     def _add_memory(self, offset: int, nbytes: int) -> None:
         self.core.add_memory(offset, nbytes)
         self.run_commands()
-
-
-def random_ids() -> Iterator[int]:
-    """Yields random ids of 63 bits, not 0. Consecutive ids would show how many ids others get."""
-    while True:
-        yield from filter(None, (number >> 1 for number in _IDS.unpack(os.urandom(_IDS.size))))

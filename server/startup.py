@@ -21,7 +21,7 @@ from grpc_health.v1.health import SERVICE_NAME
 from grpc_reflection.v1alpha import reflection
 
 from ..cuda.host.numa import choose_nodes, memory_nodes, read_placement
-from ..cuda.host.region import PAGE_BYTES, HostRegion, RegionError
+from ..cuda.host.region import PAGE_BYTES, RegionError
 from ..protos.endpoint import Endpoint, default_endpoint, parse_endpoint
 from ..protos.peer_directory import PeerDirectory
 from ..protos.v1 import (
@@ -33,7 +33,7 @@ from ..protos.v1 import (
     session_pb2_grpc,
 )
 from ..protos.wire.request_bounds import RequestBounds
-from ..tiers.secondary_tier import TierError
+from ..tiers.secondary_tier import SecondaryTier, TierError
 from .auth.authenticator import AccessControl, AccessError
 from .auth.credential_files import FileError
 from .bulk.broker import BulkBroker
@@ -77,6 +77,7 @@ from .telemetry.metrics import Metrics
 from .telemetry.status_page import AsyncStatus, StatusPage, read_on_loop
 from .telemetry.tracing import Tracing, TracingError, open_tracing
 from .tier_host.factory import open_on_thread, share_region
+from .warm_restart import open_memory
 
 __all__ = [
     "Backend",
@@ -136,21 +137,14 @@ class StartError(Exception):
     """The server cannot start; the message is one line for the operator."""
 
 
+_ERRORS = SocketError, TierError, RegionError, MetricsServerError, TracingError, AccessError, FileError, PublisherError
+
+
 @contextlib.contextmanager
 def _start_errors() -> Iterator[None]:
     try:
         yield
-    except (
-        SocketError,
-        TierError,
-        RegionError,
-        MetricsServerError,
-        TracingError,
-        AccessError,
-        FileError,
-        PublisherError,
-        OSError,
-    ) as error:
+    except (*_ERRORS, OSError) as error:
         raise StartError(str(error)) from error
 
 
@@ -216,20 +210,23 @@ async def open_runtime(
     with contextlib.ExitStack() as opened:
         for tier in tiers:
             opened.callback(tier.close)
+        downgrades = downgrades or Downgrades()
+        is_shared = any(type(tier).use_region is not SecondaryTier.use_region for tier in tiers)
         with _start_errors():
-            region = HostRegion.create(region_bytes)
-        opened.callback(region.close)
+            memory = await asyncio.to_thread(open_memory, config.keeper, region_bytes, downgrades, is_shared=is_shared)
+        opened.callback(memory.close)
+        opened.callback(memory.region.close)
         with _start_errors():
-            share_region(tiers, region)
+            share_region(tiers, memory.region)
         try:
-            region.nodes = _memory_nodes(config.numa)
+            memory.region.nodes = _memory_nodes(config.numa)
             settings = tier_settings(config, region_bytes, tiers)
             runtime = TierRuntime(
-                region, tiers, settings, stall_seconds=config.limits.tier_stall, downgrades=downgrades
+                memory.region, tiers, settings, memory, stall_seconds=config.limits.tier_stall, downgrades=downgrades
             )
         except ValueError as error:
             raise StartError(quota_error_text(error)) from error
-        opened.pop_all()  # from here on the runtime closes the tiers and the region
+        opened.pop_all()  # from here on the runtime closes the tiers and the memory
     closers.push_async_callback(runtime.close)
     return runtime
 
@@ -279,7 +276,8 @@ def open_listeners(
     attach_path = sockets[0].path.with_name(sockets[0].path.name + SUFFIX)
     remedy = "raise the number of open files; docs/running.md#downgrades"
     report = backend.runtime.downgrades.reporter("limits", remedy, subject="accept")
-    attach = AttachServer(attach_path, region, backend.sessions, socket_calls, access, report)
+    keeping = backend.runtime.memory.keeping
+    attach = AttachServer(attach_path, region, backend.sessions, socket_calls, access, report, keeping)
     with _start_errors():
         attach.start()
     closers.push_async_callback(attach.close)

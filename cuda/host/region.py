@@ -29,7 +29,7 @@ from typing import Self
 from .memory import available_bytes
 from .numa import place
 
-__all__ = ["DIGEST_PAGE_BYTES", "HUGE_PAGE_BYTES", "PAGE_BYTES", "HostRegion", "RegionError"]
+__all__ = ["DIGEST_PAGE_BYTES", "HUGE_PAGE_BYTES", "PAGE_BYTES", "HostRegion", "RegionError", "sealed_memory"]
 
 
 def _huge_page_bytes() -> int:
@@ -99,6 +99,8 @@ class HostRegion:
         self.nodes: Sequence[int] = ()
         """NUMA nodes over which `back` spreads huge pages round-robin; empty: the kernel
         decides."""
+        self.inherited: list[int] = []
+        """Further descriptors that a child process must inherit if it maps the region."""
         self.misplaced: OSError | None = None
         """Why `back` could not place pages on `nodes`, so the kernel placed them; else None."""
         self.address, memory = _map(fd, size_bytes + _table_bytes(size_bytes))
@@ -117,18 +119,7 @@ class HostRegion:
             raise RegionError(
                 f"the size of a region must be a positive multiple of {PAGE_BYTES} bytes, not {size_bytes}"
             )
-        try:
-            fd = _memfd(name)
-        except OSError as error:
-            raise RegionError(f"cannot create shared memory: {error}") from error
-        try:
-            os.fchmod(fd, 0o600)
-            os.ftruncate(fd, size_bytes + _table_bytes(size_bytes))
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        except OSError as error:
-            os.close(fd)
-            raise RegionError(f"cannot create {size_bytes} bytes of shared memory: {error}") from error
-        return cls(fd, size_bytes)
+        return cls(sealed_memory(size_bytes + _table_bytes(size_bytes), name), size_bytes)
 
     @classmethod
     def attach(cls, fd: int, size_bytes: int) -> HostRegion:
@@ -193,7 +184,11 @@ class HostRegion:
         """
         with self._held():
             self._check(offset, length)
-            _require_memory(length)
+            missing = length - sum(size for _, size in self._backed_runs(offset, length))
+            if not missing:  # an earlier server has backed it
+                self.backed_bytes += length
+                return
+            _require_memory(missing)
             self._place(offset, length)
             first, last = self._table_range(offset, length)
             try:
@@ -311,6 +306,25 @@ class HostRegion:
 def _table_bytes(size_bytes: int) -> int:
     """Returns the size of the digests of a region, in whole pages."""
     return -(-size_bytes // DIGEST_PAGE_BYTES * _DIGEST_BYTES // PAGE_BYTES) * PAGE_BYTES
+
+
+def sealed_memory(size_bytes: int, name: str) -> int:
+    """Creates shared memory without pages, whose size cannot change; returns its descriptor.
+
+    Raises `RegionError`.
+    """
+    try:
+        fd = _memfd(name)
+    except OSError as error:
+        raise RegionError(f"cannot create shared memory: {error}") from error
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError as error:
+        os.close(fd)
+        raise RegionError(f"cannot create {size_bytes} bytes of shared memory: {error}") from error
+    return fd
 
 
 def _memfd(name: str) -> int:

@@ -175,8 +175,9 @@ class BulkProcess:
             with theirs:
                 self._stop_turning_away()
                 fds = [self._region.fd, theirs.fileno(), *(listener.fileno() for listener in self._listeners)]
+                arguments, inherited = [str(fd) for fd in fds], [*fds, *self._region.inherited]
                 self._child = child = await Child.start(
-                    "kvtier.server.bulk.streams", [str(fd) for fd in fds], fds, partial(self._take, ours)
+                    "kvtier.server.bulk.streams", arguments, inherited, partial(self._take, ours)
                 )
             ours.setblocking(False)
             loop.add_reader(ours, self._take_over, ours)

@@ -142,8 +142,9 @@ class CopyWorkerClient:
             )
         await asyncio.sleep(pause)
         arguments = [str(self._region.fd), str(self._region.size_bytes), self._driver, self.device]
+        inherited = [self._region.fd, *self._region.inherited]
         try:
-            child = self._process = await Child.start("kvtier.server.devices.copy_worker", arguments, [self._region.fd])
+            child = self._process = await Child.start("kvtier.server.devices.copy_worker", arguments, inherited)
         except OSError as error:
             raise Refused("DEVICE_UNAVAILABLE", f"the device copy worker cannot be started: {error}") from error
         self._ready = asyncio.get_running_loop().create_future()

@@ -16,7 +16,8 @@ from ...cuda.device.exports import DeviceExport, ExportedAllocation, Origin, oth
 from ...cuda.device.layout import BlockLayout, LayoutError, LayoutRun
 from ...protos.v1 import devices_pb2, session_pb2, transfer_pb2
 from ...tiers.types import EngineSession
-from ..core_runtime import TierRuntime, random_ids
+from ..core_runtime import TierRuntime
+from ..random_ids import random_ids
 from ..refused import Refused
 from ..rpc.sessions import SessionRegistry
 from ..telemetry.logs import get_logger

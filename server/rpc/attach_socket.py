@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,12 @@ class AttachServer:
         calls: SocketCallServer,
         access: AccessControl,
         report: Report = lambda _: None,
+        keeping: Callable[[bytes, int, socket.socket], AbstractContextManager[None]] = lambda *_: nullcontext(),
     ) -> None:
-        """`report` reports that connections cannot be accepted."""
+        """`report` reports that connections cannot be accepted.
+
+        `keeping` returns the context in which a client of a session maps the region.
+        """
         self.path = path
         self.serve_streams: Callable[[socket.socket, bytes], bool] = lambda _, __: False
         """Passes a connection for streams to the bulk process; returns whether it could."""
@@ -85,6 +89,7 @@ class AttachServer:
         self._calls = calls
         self._access = access
         self._report = report
+        self._keeping = keeping
         self._accepts = True
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -212,18 +217,27 @@ class AttachServer:
             raise Refused("NOT_READY", "the bulk process is not ready")
 
     async def _serve_region(self, connection: socket.socket, hello: Hello) -> None:
-        """Sends the region's descriptor and waits until the connection ends. Raises `Refused`."""
+        """Sends the region's descriptor and waits until the connection ends. Raises `Refused`.
+
+        If it is cancelled, the server ends, and the client may still write to its slots.
+        """
         number = next(self._numbers)
         if not self._sessions.attach(hello.session_id, hello.epoch, number):
             raise Refused("UNKNOWN_SESSION", "the session has ended, or must not map the region")
+        ended = True
         try:
-            answer = pack_region_answer(hello.number, self._region.size_bytes)
-            socket.send_fds(connection, [answer], [self._region.fd])
-            await _wait_for_end(connection)
+            with self._keeping(hello.session_id, number, connection):
+                answer = pack_region_answer(hello.number, self._region.size_bytes)
+                socket.send_fds(connection, [answer], [self._region.fd])
+                await _wait_for_end(connection)
         except OSError as error:
             _log.debug("attached client is gone", error=str(error))
+        except asyncio.CancelledError:
+            ended = False
+            raise
         finally:
-            self._sessions.detach(hello.session_id, number)
+            if ended:
+                self._sessions.detach(hello.session_id, number)
 
     async def _serve_calls(
         self, transport: asyncio.Transport, hello: Hello, token: str | None = None, *, via_tcp: bool = False

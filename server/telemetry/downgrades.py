@@ -32,6 +32,7 @@ Feature = Literal[
     "streams",
     "tiers",
     "tracing",
+    "warm_restart",
 ]
 """What is affected. `configuration`: what a setting permits or turns off."""
 

@@ -23,13 +23,20 @@ __all__ = [
 
 
 class NamespaceIndex:
-    """Index of the blocks of one namespace by key. A reset invalidates the whole index."""
+    """Index of the blocks of one namespace by key. A reset invalidates the whole index.
 
-    __slots__ = ("blocks", "invalidated")
+    Attributes:
+        number: number of the namespace in the records of the slots; 0 for none.
+        spec: the namespace; None before its first block.
+    """
+
+    __slots__ = ("blocks", "invalidated", "number", "spec")
 
     def __init__(self, *, invalidated: bool = False) -> None:
         self.blocks: dict[bytes, Block] = {}
         self.invalidated = invalidated
+        self.number = 0
+        self.spec: NamespaceSpec | None = None
 
 
 class Block:

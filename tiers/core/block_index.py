@@ -7,7 +7,7 @@ blocks. The blocks are then dropped in slices, because dropping a million blocks
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..secondary_tier import NamespaceId
 from .block import Block, NamespaceIndex
@@ -24,7 +24,9 @@ _UNLINKED = NamespaceIndex(invalidated=True)
 
 
 class BlockIndex:
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[NamespaceIndex], object] = lambda _: None) -> None:
+        """`on_end` gets each index of a namespace that lookups will not find any more."""
+        self._on_end = on_end
         self._by_namespace: dict[NamespaceId, NamespaceIndex] = defaultdict(NamespaceIndex)
         self._invalidated: dict[NamespaceId, deque[NamespaceIndex]] = {}
         """Indexes that a reset has invalidated and whose blocks are not dropped yet."""
@@ -54,11 +56,13 @@ class BlockIndex:
         """Removes the namespaces without blocks if there may be many. Call it between events."""
         if len(self._by_namespace) > self._sweep_at:
             for namespace in [each for each, index in self._by_namespace.items() if not index.blocks]:
-                del self._by_namespace[namespace]
+                self._on_end(self._by_namespace.pop(namespace))
             self._sweep_at = 2 * len(self._by_namespace) + KEPT_EMPTY
 
     def invalidate(self, namespace: NamespaceId) -> None:
         index = self._by_namespace.pop(namespace, None)
+        if index is not None:
+            self._on_end(index)
         if index and index.blocks:
             index.invalidated = True
             self._invalidated.setdefault(namespace, deque()).append(index)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from ..eviction.queues import EvictionQueue, EvictionQueues, by_queue
 from ..eviction.quotas import TenantShare
 from ..secondary_tier import NamespaceId
 from ..stats.eviction_history import EvictionHistory
-from ..stats.snapshots import TierStats
 from ..types import MissReason, NamespaceSpec, tenant_of
 from .block import Block, put_slots
 from .block_index import BlockIndex
 from .event_log import EventLog
 from .retiring_extents import RetiringExtents
 from .slot_allocator import SlotAllocator
+from .slot_records import NoRecords
 from .victim_selection import SlotReclaimer, SpareRoom
 
 __all__ = ["CpuTier"]
@@ -39,9 +39,11 @@ class CpuTier:
         history: EvictionHistory,
         spare_part: float,
         events: EventLog | None = None,
+        records: NoRecords | None = None,
     ) -> None:
         """`spare_part`: largest fraction of the memory that is freed in advance of a store."""
-        self.memory = SlotAllocator(extent_bytes)
+        self.records = records or NoRecords()
+        self.memory = SlotAllocator(extent_bytes, self.records.cut)
         self.queues = queues
         self.evictions = 0
         self.no_room = 0
@@ -54,7 +56,7 @@ class CpuTier:
         """Number of blocks that were not stored because the policy valued them less than others."""
         self._history = history
         self._events = (events or EventLog()).add_tier(0, self)
-        self._index = BlockIndex()
+        self._index = BlockIndex(self.records.forget)
         self._owners: dict[int, Block] = {}
         self._detached: dict[int, TenantShare] = {}
         """Tenant share of each slot without a block, by offset."""
@@ -100,7 +102,7 @@ class CpuTier:
         names an unknown group; then no block was added.
         """
         index = self._index.of(spec.id)
-        blocks = index.blocks
+        index.spec, blocks = spec, index.blocks
         found = list(map(blocks.get, keys))
         if all(found):
             return found  # type: ignore[return-value]  # none of them is None
@@ -118,6 +120,23 @@ class CpuTier:
                 block = blocks[key] = Block(spec, key, part_bytes, queue, index)
             found[number] = block
         return found  # type: ignore[return-value]
+
+    def recover(self, spec: NamespaceSpec, number: int, slots: Mapping[bytes, Sequence[int]]) -> list[Block]:
+        """Adds complete blocks of an earlier server; `slots`: their slots per rank, by key.
+
+        `number`: number of the namespace in the records. The caller must record the use.
+        """
+        index = self._index.of(spec.id)
+        index.spec, index.number = spec, number
+        if not slots:
+            self.records.forget(index)
+        blocks = self.find_or_add(spec, list(slots))
+        for block, offsets in zip(blocks, slots.values(), strict=True):
+            block.slots = tuple(offsets)
+            block.promoted()
+            block.queue.share.used += block.allocated_bytes
+            self._owners.update(dict.fromkeys(offsets, block))
+        return blocks
 
     def use(self, blocks: Sequence[Block], request: Hashable, retain_until: float = 0.0) -> int:
         """Records a request's use of distinct indexed blocks; returns how many are not retained."""
@@ -249,6 +268,7 @@ class CpuTier:
         offsets = list(offsets)
         for offset in offsets:
             self._detached.pop(offset).used -= self.memory.extent_at(offset).slot_bytes
+        self.records.free(offsets)
         self.memory.release(offsets)
 
     def reset(self, namespace: NamespaceId) -> bool:
@@ -275,6 +295,8 @@ class CpuTier:
         return self._index.pending_reset_blocks(namespace)
 
     def unlink(self, block: Block) -> None:
+        if block.ready:  # otherwise a client may write to its slots
+            self.records.free(slot for slot in block.slots if slot is not None)
         self._index.unlink(block)
         self.queues.remove(block)
 
@@ -305,10 +327,12 @@ class CpuTier:
             self._history.record_all(namespace, keys, why)
         for slot in freed:
             del self._owners[slot]
+        self.records.free(freed)
         self.memory.release(freed)
 
-    def became_ready(self, blocks: Iterable[Block]) -> None:
-        """Records events of blocks that readers can find from now on."""
+    def became_ready(self, blocks: Sequence[Block]) -> None:
+        """Records blocks that readers can find from now on, and their events."""
+        self.records.ready(blocks)
         if self._events.is_on:
             for block in blocks:
                 self._events.stored(block.namespace, block.key)
@@ -362,26 +386,6 @@ class CpuTier:
         if self._events.is_on:
             self._events.removed(block.namespace, block.key)
         self.unlink(block)
-
-    def stats(self, name: str, capacity_bytes: int, *, hits: int, misses: int) -> TierStats:
-        return TierStats(
-            name=name,
-            type=name,
-            capacity_bytes=capacity_bytes,
-            available_bytes=self.memory.available_bytes,
-            used_bytes=self.memory.used_bytes(),
-            blocks=len(self),
-            hits=hits,
-            misses=misses,
-            evictions=self.evictions,
-            dropped=self.no_room,
-            expired=self.queues.expired,
-            not_retained=self.queues.not_retained,
-            stored_bytes=self.stored_bytes,
-            loaded_bytes=self.loaded_bytes,
-            shares=self.queues.stats(),
-            declined=self.declines,
-        )
 
     def _new_queue(self, spec: NamespaceSpec, part_bytes: int) -> EvictionQueue[Block]:
         queue = self.queues.queue_for(spec.id, self.memory.slot_bytes_for(part_bytes, spec.world_size))

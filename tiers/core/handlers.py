@@ -12,7 +12,7 @@ from ..stats.counters import HitCounters
 from ..stats.eviction_history import EvictionHistory, history_size
 from ..stats.miss_ratio_curve import MissRatioCurves
 from ..stats.request_log import RequestLog
-from ..stats.snapshots import ManagerStats, NamespaceStats
+from ..stats.snapshots import ManagerStats, NamespaceStats, TierStats
 from ..types import EngineSession
 from .commands import Command
 from .completions import CompletionHandler, Durability
@@ -24,15 +24,17 @@ from .event_replay import EventReplay
 from .handoff_log import HandoffLog
 from .handoffs import HandoffHandler
 from .lookups import LookupHandler
+from .recovery import FormerWriters
 from .requests import Request, RequestTable
 from .residency import SharedTierQueries
 from .retiring_pins import RetiringPins
 from .settings import CPU_TIER, TierSettings
 from .sliced_work import IncrementalWork
+from .slot_records import SlotRecords
 from .stores import StoreHandler
 from .tier_jobs import TierJobs
 
-__all__ = ["CoreParts"]
+__all__ = ["CoreParts", "cpu_stats"]
 
 
 class CoreParts:
@@ -48,6 +50,7 @@ class CoreParts:
         new_ids: Iterator[int] | None = None,
         settings: TierSettings | None = None,
         now: float = 0.0,
+        records: SlotRecords | None = None,
     ) -> None:
         """Builds the core and recovers the blocks that the tiers kept from an earlier run.
 
@@ -60,12 +63,13 @@ class CoreParts:
                 clients, and differ from those of an earlier run. Default: counted from 1.
             settings: policies, quotas and times per tier.
             now: the time, in seconds of the clock that `tick` uses.
+            records: where the slots are recorded for the next server; None: nowhere.
 
         Raises ValueError if the settings are inconsistent.
         """
         settings = settings or TierSettings()
         settings.check({CPU_TIER, *(tier.name for tier in tiers)})
-        self._region_bytes, self._now = region_bytes, now
+        self._region_bytes, self._now, self._records = region_bytes, now, records
         self._commands: list[Command] = []
         self._sessions: dict[bytes, EngineSession] = {}
         self._namespaces: set[NamespaceId] = set()
@@ -95,7 +99,9 @@ class CoreParts:
             history=self._history,
             spare_part=settings.spare_part,
             events=events,
+            records=self._records,
         )
+        self._former_writers = FormerWriters(self._cpu_tier)
         self._tier_jobs = TierJobs(
             tiers=tiers,
             settings=settings,
@@ -204,7 +210,7 @@ class CoreParts:
     def stats(self) -> ManagerStats:
         hits, misses = self._counters.hits, self._counters.misses
         keys = sum(hits) + misses.total()
-        cpu = self._cpu_tier.stats(CPU_TIER, self._region_bytes, hits=hits[0], misses=keys - hits[0])
+        cpu = cpu_stats(self._cpu_tier, self._region_bytes, hits=hits[0], misses=keys - hits[0])
         tiers = (cpu, *(secondary.stats(hits[secondary.index]) for secondary in self._tier_jobs.secondaries))
         if self._miss_ratio_curves is not None:
             tiers = tuple(replace(tier, estimates=self._miss_ratio_curves.of(n)) for n, tier in enumerate(tiers))
@@ -216,7 +222,7 @@ class CoreParts:
             expired_leases=self._endings.expired_leases,
             expired_stores=self._endings.expired_stores,
             stores=len(self._stores.table),
-            quarantined_bytes=self._stores.table.quarantined_bytes,
+            quarantined_bytes=self._stores.table.quarantined_bytes + self._former_writers.nbytes,
             sessions=len(self._sessions),
             namespaces=len(self._namespaces),
             holds=len(self._handoffs),
@@ -244,3 +250,25 @@ class CoreParts:
         self._tier_jobs.request_finished(request.user)
         for secondary in self._tier_jobs.secondaries:
             secondary.tier.on_request_finished(request.id)
+
+
+def cpu_stats(cpu_tier: CpuTier, capacity_bytes: int, *, hits: int, misses: int) -> TierStats:
+    queues = cpu_tier.queues
+    return TierStats(
+        name=CPU_TIER,
+        type=CPU_TIER,
+        capacity_bytes=capacity_bytes,
+        available_bytes=cpu_tier.memory.available_bytes,
+        used_bytes=cpu_tier.memory.used_bytes(),
+        blocks=len(cpu_tier),
+        hits=hits,
+        misses=misses,
+        evictions=cpu_tier.evictions,
+        dropped=cpu_tier.no_room,
+        expired=queues.expired,
+        not_retained=queues.not_retained,
+        stored_bytes=cpu_tier.stored_bytes,
+        loaded_bytes=cpu_tier.loaded_bytes,
+        shares=queues.stats(),
+        declined=cpu_tier.declines,
+    )

@@ -14,6 +14,7 @@ from .call_specs import StoreSpec
 from .cpu_tier import CpuTier
 from .pin_budget import add_to_counter
 from .requests import Request
+from .slot_records import session_tag
 
 __all__ = ["STORE_SLICE", "InFlightStores", "Preparation", "Store"]
 
@@ -195,6 +196,7 @@ class InFlightStores:
 
     def add_blocks(self, store: Store, blocks: Sequence[Block]) -> None:
         """Adds blocks, each with a granted slot, to a store."""
+        self.cpu_tier.records.granted(session_tag(store.owner.session_id), store.slots(blocks))
         store.blocks += blocks
         self._count_bytes(store.owner.engine, sum([block.queue.size_class for block in blocks]))
 

@@ -23,6 +23,7 @@ from .in_flight_stores import STORE_SLICE, Preparation, Store
 from .leases import BlockLease
 from .operations import Operation
 from .prefetches import PrefetchAnswer
+from .recovery import FormerWriters, Recovered, recover_blocks, store_missing
 from .requests import Request
 from .running_lookup import LOOKUP_SLICE, LookupAnswer
 from .settings import CPU_TIER
@@ -47,6 +48,22 @@ class TierManager(CoreParts):
     def add_memory(self, offset: int, nbytes: int) -> None:
         self._cpu_tier.memory.add_memory(offset, nbytes)
         self._cpu_tier.made_room()
+
+    def recover(self, writers: Iterable[int]) -> Recovered:
+        """Adds the blocks that the records have. Called before all other events.
+
+        `writers`: tags of the sessions of the earlier server whose clients may map the region.
+        Raises RecordsError if the records are damaged; then the core must not be used.
+        """
+        assert self._records is not None
+        self._former_writers = FormerWriters(self._cpu_tier, writers)
+        recovered = recover_blocks(self._records, self._cpu_tier, self._former_writers)
+        self._sliced_work.perform_later(store_missing(recovered.blocks, self._tier_jobs), b"")
+        return recovered
+
+    def former_writer_gone(self, tag: int) -> None:
+        """Called when the client of an earlier server's session does not map the region any more."""
+        self._former_writers.gone(tag)
 
     def open_session(
         self, session_id: bytes, engine_id: str, rank: int | None, namespace: NamespaceSpec, *, tenant: str = ""

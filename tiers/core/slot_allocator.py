@@ -9,7 +9,7 @@ When all of its slots are free, it goes to the class that wants it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import groupby
 
 from ..types import SLOT_ALIGNMENT
@@ -52,8 +52,10 @@ class Extent:
 class SlotAllocator:
     """Allocates slots. Sizes and offsets are in bytes, relative to the start of the region."""
 
-    def __init__(self, extent_bytes: int) -> None:
+    def __init__(self, extent_bytes: int, on_cut: Callable[[int, int], object] = lambda _, __: None) -> None:
+        """`on_cut` gets offset and slot size of each extent that is divided into slots."""
         self.extent_bytes = extent_bytes
+        self._on_cut = on_cut
         self.available_bytes = 0
         self._extents: dict[int, Extent] = {}
         self._unclaimed: list[Extent] = []
@@ -64,13 +66,27 @@ class SlotAllocator:
         return len(self._extents)
 
     def add_memory(self, offset: int, nbytes: int) -> None:
-        """Adds whole extents; a remainder at the end is not used."""
-        fresh = [Extent(start) for start in range(offset, offset + nbytes - self.extent_bytes + 1, self.extent_bytes)]
+        """Adds whole extents, without those that it has; a remainder at the end is not used."""
+        starts = range(offset, offset + nbytes - self.extent_bytes + 1, self.extent_bytes)
+        fresh = [Extent(start) for start in starts if start // self.extent_bytes not in self._extents]
         self._extents.update((extent.offset // self.extent_bytes, extent) for extent in fresh)
         # Extents are claimed from the end of the list. Low offsets come last in the list, because
         # the region allocates their pages first.
         self._unclaimed[:0] = reversed(fresh)
         self.available_bytes += len(fresh) * self.extent_bytes
+
+    def recover(self, offset: int, slot_bytes: int, used: Collection[int]) -> None:
+        """Adds an extent of an earlier server with its used slots. No slot is used: any class."""
+        extent = self._extents[offset // self.extent_bytes] = Extent(offset)
+        self.available_bytes += self.extent_bytes
+        if not used:
+            self._unclaimed.append(extent)
+            return
+        extent.slot_bytes = slot_bytes
+        extent.free = [slot for slot in reversed(self.slots_of(extent)) if slot not in used]
+        extent.used = len(used)
+        if extent.free:
+            self._with_room.setdefault(slot_bytes, {})[extent] = None
 
     def slot_bytes_for(self, part_bytes: int, world_size: int = 1) -> int:
         """Returns the size class of a part, which is large enough for what its block needs.
@@ -170,6 +186,7 @@ class SlotAllocator:
         """Divides an extent without used slots into slots of a class."""
         extent.slot_bytes = slot_bytes
         extent.free = list(self.slots_of(extent))[::-1]
+        self._on_cut(extent.offset, slot_bytes)
         self._with_room.setdefault(slot_bytes, {})[extent] = None
 
     def _has_no_room(self, extent: Extent) -> None:

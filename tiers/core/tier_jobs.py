@@ -112,6 +112,23 @@ class TierJobs:
         self._last_id = 0
         self.residency = ResidencyIndex(self.secondaries, new_id=self._next_id, commands=commands)
 
+    def store_missing(self, blocks: Sequence[Block]) -> None:
+        """Stores ready blocks in each local tier that lacks them and has room for them.
+
+        A tier with an admission filter may lack them because of its filter.
+        """
+        for secondary in self.write_back.storing:
+            catalog, lacking = secondary.catalog, list[Block]()
+            room = catalog.capacity_bytes - catalog.used_bytes
+            for block in blocks if secondary.admission is None and not secondary.tier.shared else ():
+                if block.ready and not block.invalidated and catalog.get(block.namespace, block.key) is None:
+                    room -= block.nbytes
+                    if room < 0:
+                        break
+                    lacking.append(block)
+            if lacking:
+                self.write_back.replay_skipped(secondary.index, lacking)
+
     def recover(self) -> None:
         """Adds the blocks that tiers kept from an earlier run; removes blocks that do not fit."""
         for secondary in self.secondaries:

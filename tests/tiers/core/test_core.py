@@ -9,6 +9,7 @@ from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import ContinueWork, LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier
+from kvtier.tiers.core.handlers import cpu_stats
 from kvtier.tiers.core.leases import LEASE_COST, PENDING_COST
 from kvtier.tiers.core.lookups import MAX_LEASED_ITEMS
 from kvtier.tiers.core.manager import TierManager
@@ -595,7 +596,7 @@ def test_each_figure_of_a_tier_has_its_own_source() -> None:
     cpu = rig.core._cpu_tier
     cpu.evictions, cpu.no_room, cpu.stored_bytes, cpu.loaded_bytes, cpu.declines = 1, 2, 3, 4, 5
     cpu.queues.expired, cpu.queues.not_retained = 6, 7
-    assert cpu.stats("cpu", 8, hits=9, misses=10) == TierStats(
+    assert cpu_stats(cpu, 8, hits=9, misses=10) == TierStats(
         name="cpu",
         type="cpu",
         capacity_bytes=8,

@@ -1,0 +1,295 @@
+"""Warm restart: the memory of the CPU tier outlives the server.
+
+A descriptor store keeps what the next server needs (`process/descriptor_store.py`):
+
+- `region` and `records`: the memory, and the records of its slots (`tiers/core/slot_records.py`).
+- `alive`: one end of a pipe. The server and each child process that maps the region have the other
+  end. End of file means that all of them have ended, so that none of them writes to the region.
+- `writer-*`: the connections of clients that map the region. The end of a connection means that
+  the client does not write to the region any more.
+
+If anything is missing, damaged or of other settings, the server starts with new, empty memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+import select
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ..cuda.host.region import HostRegion, RegionError, sealed_memory
+from ..tiers.core.manager import TierManager
+from ..tiers.core.slot_allocator import extent_bytes_for
+from ..tiers.core.slot_records import RecordsError, SlotRecords, session_tag
+from .process.descriptor_store import DescriptorStore, DescriptorStoreError, open_descriptor_store
+from .telemetry.downgrades import Downgrades
+from .telemetry.logs import get_logger
+
+__all__ = ["WarmMemory", "open_memory"]
+
+_log = get_logger(__name__)
+
+_END_SECONDS = 5.0
+"""Time that the processes of the earlier server have to end."""
+_NAMES = _REGION, _RECORDS, _ALIVE = "region", "records", "alive"
+_WRITER = re.compile(r"writer-([0-9a-f]{16})-\d+")
+_REMEDY = "docs/warm-restart.md"
+
+
+class _Cold(Exception):
+    """The memory of an earlier server cannot be used; the message says why."""
+
+
+class WarmMemory:
+    """The region of a server, and what the next server needs to use it.
+
+    Attributes:
+        region: the region; the caller closes it.
+        records: records of its slots; None if the region ends with the server.
+        is_warm: whether they are those of an earlier server.
+    """
+
+    def __init__(
+        self,
+        region: HostRegion,
+        downgrades: Downgrades,
+        store: DescriptorStore | None = None,
+        records: SlotRecords | None = None,
+        writers: Mapping[int, dict[str, socket.socket]] | None = None,
+    ) -> None:
+        """`writers`: kept connections of an earlier server, by name and tag of their session."""
+        self.region = region
+        self.records = records
+        self.is_warm = writers is not None
+        self._store = store
+        self._downgrades = downgrades
+        self._writers = dict(writers or {})
+        self._unwatch: Callable[[socket.socket], object] = lambda _: None
+
+    def recover(self, core: TierManager) -> None:
+        """Adds the blocks of the earlier server to the core. Watches the clients of that server."""
+        if not self.is_warm:
+            return
+        began = time.monotonic()
+        found = core.recover(self._writers)
+        loop = asyncio.get_running_loop()
+        self._unwatch = loop.remove_reader
+        for tag, connections in self._writers.items():
+            for name, connection in connections.items():
+                connection.setblocking(False)
+                loop.add_reader(connection, self._read, tag, name, core.former_writer_gone)
+        _log.info(
+            "warm start: the blocks of the earlier server are in the CPU tier",
+            blocks=len(found.blocks),
+            lost=found.lost,
+            clients=len(self._writers),
+            unusable_bytes=found.unusable_bytes,
+            seconds=round(time.monotonic() - began, 3),
+        )
+
+    def _read(self, tag: int, name: str, gone: Callable[[int], object]) -> None:
+        connection = self._writers[tag][name]
+        with contextlib.suppress(ConnectionError):
+            try:
+                if connection.recv(64):
+                    return
+            except BlockingIOError:
+                return
+        self._unwatch(connection)
+        connection.close()
+        del self._writers[tag][name]
+        self._forget(name)
+        if not self._writers[tag]:
+            del self._writers[tag]
+            gone(tag)
+
+    @contextlib.contextmanager
+    def keeping(self, session_id: bytes, number: int, connection: socket.socket) -> Iterator[None]:
+        """Context in which a client of a session maps the region.
+
+        If the context is cancelled, the server ends, and the client may still write.
+        """
+        if self._store is None or self.records is None:
+            yield
+            return
+        name = f"writer-{session_tag(session_id):016x}-{number}"
+        is_kept = self._keep(self._store, name, connection)
+        self.records.count_unkept(0 if is_kept else 1)
+        ended = True
+        try:
+            yield
+        except asyncio.CancelledError:
+            ended = False
+            raise
+        finally:
+            if ended and is_kept:
+                self._forget(name)
+            elif ended:
+                self.records.count_unkept(-1)
+
+    def close(self) -> None:
+        """Ends the watches. The store keeps the region and the records.
+
+        Called when no thread or child process of the server accesses the region any more.
+        """
+        for connections in self._writers.values():
+            for connection in connections.values():
+                self._unwatch(connection)
+                connection.close()
+        self._writers.clear()
+        while self.region.inherited:
+            os.close(self.region.inherited.pop())
+        if self._store is not None:
+            self._store.close()
+
+    def _keep(self, store: DescriptorStore, name: str, connection: socket.socket) -> bool:
+        try:
+            store.keep(name, connection.fileno(), until_hangup=True)
+        except OSError as error:
+            _report(self._downgrades, f"the connection of a client cannot be kept: {error}")
+            return False
+        return True
+
+    def _forget(self, name: str) -> None:
+        try:
+            assert self._store is not None
+            self._store.forget(name)
+        except OSError as error:
+            _report(self._downgrades, f"the keeper does not answer: {error}")
+
+
+def open_memory(keeper: Path | None, region_bytes: int, downgrades: Downgrades, *, is_shared: bool) -> WarmMemory:
+    """Returns the memory that an earlier server has left in the store, else new memory.
+
+    `is_shared`: whether a tier has given the region to a process of its own, whose end the next
+    server could not notice. Then the memory ends with the server. May take `_END_SECONDS`. Raises
+    `RegionError`.
+    """
+    store = None
+    try:
+        store = open_descriptor_store(keeper)
+    except DescriptorStoreError as error:
+        _report(downgrades, str(error))
+    if store is not None and is_shared:
+        _report(downgrades, "a tier shares the memory with a process of its own")
+    elif store is not None:
+        try:
+            return _open_kept(store, region_bytes, downgrades)
+        except (DescriptorStoreError, OSError) as error:
+            _report(downgrades, str(error))
+    if store is not None:
+        store.close()
+    return WarmMemory(HostRegion.create(region_bytes), downgrades)
+
+
+def _open_kept(store: DescriptorStore, region_bytes: int, downgrades: Downgrades) -> WarmMemory:
+    """Returns the memory in the store, or new memory that the store keeps from now on.
+
+    Raises DescriptorStoreError and `OSError` if the store fails.
+    """
+    kept: dict[str, list[int]] = defaultdict(list)
+    with contextlib.ExitStack() as taken:
+        for name, descriptor in store.take():
+            kept[name].append(descriptor)
+            taken.callback(os.close, descriptor)
+        try:
+            memory = _adopt(kept, region_bytes, store, downgrades)
+        except _Cold as error:
+            if kept:
+                _log.warning("cold start: the memory of the earlier server is not used", reason=str(error))
+            for name in kept:
+                store.forget(name)
+            memory = _create(region_bytes, store, downgrades)
+    return memory
+
+
+def _adopt(
+    kept: Mapping[str, Sequence[int]], region_bytes: int, store: DescriptorStore, downgrades: Downgrades
+) -> WarmMemory:
+    """Raises _Cold if the kept memory cannot be used."""
+    found = [kept.get(name, ()) for name in _NAMES]
+    if any(len(descriptors) != 1 for descriptors in found):
+        raise _Cold("it is not complete")
+    region_fd, records_fd, alive = (descriptors[0] for descriptors in found)
+    poll = select.poll()
+    poll.register(alive, 0)  # POLLHUP is always reported
+    if not poll.poll(_END_SECONDS * 1000):
+        raise _Cold(f"processes of the earlier server have not ended within {_END_SECONDS:g} s")
+    with contextlib.ExitStack() as opened:
+        try:
+            region = HostRegion.attach(region_fd, region_bytes)
+            opened.callback(region.close)
+            records = _records(records_fd, region_bytes)
+            records.check()
+        except (RegionError, RecordsError) as error:
+            raise _Cold(str(error)) from None
+        store.forget(_ALIVE)
+        _stay_alive(region, store)
+        opened.pop_all()
+    writers: dict[int, dict[str, socket.socket]] = defaultdict(dict)
+    for name, descriptors in kept.items():
+        if match := _WRITER.fullmatch(name):
+            writers[int(match[1], 16)][name] = socket.socket(fileno=os.dup(descriptors[0]))
+    return WarmMemory(region, downgrades, store, records, writers)
+
+
+def _create(region_bytes: int, store: DescriptorStore, downgrades: Downgrades) -> WarmMemory:
+    with contextlib.ExitStack() as opened:
+        region = HostRegion.create(region_bytes)
+        opened.callback(region.close)
+        size_bytes = SlotRecords.size_bytes(region_bytes, extent_bytes_for(region_bytes))
+        with _closing(sealed_memory(size_bytes, "kvtier-records")) as descriptor:
+            records = _records(descriptor, region_bytes)
+            records.format()
+            store.keep(_REGION, region.fd)
+            store.keep(_RECORDS, descriptor)
+        _stay_alive(region, store)
+        opened.pop_all()
+    return WarmMemory(region, downgrades, store, records)
+
+
+def _records(descriptor: int, region_bytes: int) -> SlotRecords:
+    """Maps records. Raises RecordsError if they do not have the size for this region."""
+    extent_bytes = extent_bytes_for(region_bytes)
+    size_bytes = SlotRecords.size_bytes(region_bytes, extent_bytes)
+    if os.fstat(descriptor).st_size != size_bytes:
+        raise RecordsError("its records are those of another region_size or version")
+    own = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0)  # open as long as the server runs
+
+    def back(start: int, nbytes: int) -> bool:
+        try:
+            os.posix_fallocate(own, start, nbytes)
+        except OSError:
+            return False
+        return True
+
+    return SlotRecords(memoryview(mmap.mmap(own, size_bytes)), region_bytes, extent_bytes, back)
+
+
+def _stay_alive(region: HostRegion, store: DescriptorStore) -> None:
+    """Gives the store one end of a pipe, and this process and its children the other one."""
+    ours, theirs = os.pipe()
+    with _closing(ours):
+        store.keep(_ALIVE, ours)
+    region.inherited.append(theirs)
+
+
+@contextlib.contextmanager
+def _closing(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _report(downgrades: Downgrades, cause: str) -> None:
+    downgrades.report("warm_restart", f"a restart will lose the CPU tier: {cause}", _REMEDY)
