@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import gc
 import mmap
 import os
 import re
@@ -80,7 +81,11 @@ class WarmMemory:
         if not self.is_warm:
             return
         began = time.monotonic()
-        found = core.recover(self._writers)
+        gc.disable()  # all of the many new objects stay
+        try:
+            found = core.recover(self._writers)
+        finally:
+            gc.enable()
         loop = asyncio.get_running_loop()
         self._unwatch = loop.remove_reader
         for tag, connections in self._writers.items():

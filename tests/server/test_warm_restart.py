@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.payloads import assert_serves, correct_hits, key_of, namespace_of, payload
@@ -31,8 +32,8 @@ def server_of(
     return ServerProcess(directory / "server", region=region, lmdb=lmdb, config=f'keeper = "{keeper.path}"\n{config}')
 
 
-def client_of(server: ServerProcess, namespace=NAMESPACE, **options) -> Client:
-    return Client(server.endpoint, namespace=namespace, timeouts=TIMEOUTS, **options)
+def client_of(server: ServerProcess, **options: Any) -> Client:
+    return Client(server.endpoint, namespace=NAMESPACE, timeouts=TIMEOUTS, **options)
 
 
 def store(client: Client, keys: list[bytes]) -> None:
@@ -41,11 +42,6 @@ def store(client: Client, keys: list[bytes]) -> None:
 
 def keys_of(count: int, *, salt: str = "", first: int = 0) -> list[bytes]:
     return [key_of(number, number % 2, salt=salt) for number in range(first, first + count)]
-
-
-def reconnected(client: Client) -> None:
-    """Waits until a client whose server was restarted has a session again."""
-    wait_until(lambda: client.connected, 60.0)
 
 
 @pytest.mark.parametrize("how", ["kill", "terminate"])

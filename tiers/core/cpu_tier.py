@@ -121,7 +121,7 @@ class CpuTier:
             found[number] = block
         return found  # type: ignore[return-value]
 
-    def recover(self, spec: NamespaceSpec, number: int, slots: Mapping[bytes, Sequence[int]]) -> list[Block]:
+    def recover(self, spec: NamespaceSpec, number: int, slots: Mapping[bytes, tuple[int, ...]]) -> Sequence[Block]:
         """Adds complete blocks of an earlier server; `slots`: their slots per rank, by key.
 
         `number`: number of the namespace in the records. The caller must record the use.
@@ -132,10 +132,10 @@ class CpuTier:
             self.records.forget(index)
         blocks = self.find_or_add(spec, list(slots))
         for block, offsets in zip(blocks, slots.values(), strict=True):
-            block.slots = tuple(offsets)
-            block.promoted()
-            block.queue.share.used += block.allocated_bytes
+            block.slots, block.written, block.ready = offsets, (1 << spec.world_size) - 1, True
             self._owners.update(dict.fromkeys(offsets, block))
+        for queue, mine in by_queue(blocks):
+            queue.share.used += queue.size_class * spec.world_size * len(mine)
         return blocks
 
     def use(self, blocks: Sequence[Block], request: Hashable, retain_until: float = 0.0) -> int:
