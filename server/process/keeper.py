@@ -257,7 +257,7 @@ class Keeper:
         if is_stored and name is not None and fields in ({}, {"FDPOLL": "0"}):
             self._keep(_Kept(name, received.descriptors[0], until_hangup=not fields))
             received.descriptors.clear()
-        elif name is not None and fields == {"FDSTOREREMOVE": "1"}:
+        elif not is_stored and name is not None and fields == {"FDSTOREREMOVE": "1"}:
             for kept in [kept for kept in self._kept.values() if kept.name == name]:
                 self._drop(kept)
         elif name is None and fields == FDLIST and not server.listing:

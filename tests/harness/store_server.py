@@ -124,8 +124,11 @@ class RunningKeeper:
                     probe.connect(str(self.path))
                 except (FileNotFoundError, ConnectionRefusedError):
                     select.select([], [], [], 0.01)
-                else:
-                    return self
+                    continue
+                probe.send(b"no hello")
+                while probe.recv(100):  # until the keeper has closed the connection
+                    pass
+                return self
 
     def __enter__(self) -> Self:
         try:
@@ -241,7 +244,7 @@ class _Calls:
         return type(self._store).__name__
 
     def take(self) -> list[list[str]]:
-        """Returns the name of each descriptor, and the content of its memory or its type of file."""
+        """Returns the name of each descriptor, and the content of memory or the type of file."""
         found = []
         for name, descriptor in self._store.take():
             assert not os.get_inheritable(descriptor)
