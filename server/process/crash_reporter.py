@@ -24,6 +24,7 @@ __all__ = ["start_crash_reporter"]
 _log = logs.get_logger(__name__)
 
 _DUMP_BYTES = 1 << 20
+_MAX_DESCRIPTORS = 1 << 20
 _TRUNCATED = (
     "the server read a part of a file that is gone: the data.mdb of a tier was truncated while the server ran, "
     "or its disk cannot be read; the next start checks the files and reports how many blocks are lost"
@@ -50,7 +51,9 @@ def start_crash_reporter(configure_logs: Callable[[], object], directories: Sequ
         with without_signals():
             pid = os.fork()
             if not pid:
-                os.close(writer)
+                # A copy of a descriptor of systemd's store would hold its memory.
+                os.closerange(3, reader)
+                os.closerange(reader + 1, _MAX_DESCRIPTORS)
                 _report(reader, configure_logs, directories)
     except OSError:
         os.close(reader)
