@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from stress.orchestrator import Orchestrator
-from stress.plan import ACKNOWLEDGEMENTS_PER_KILL, LARGE, Plan, rounds_of
+from stress.plan import ACKNOWLEDGEMENTS_PER_KILL, LARGE, Plan, is_warm, rounds_of
 from stress.report import ledger, live_line, show
 from stress.verdict import checks_of, passed, to_json
 
@@ -59,6 +59,11 @@ def _parser() -> argparse.ArgumentParser:
         help=f"torture: how many blocks must be acknowledged as durable ({ACKNOWLEDGEMENTS_PER_KILL} per kill)",
     )
     parser.add_argument("--large", choices=LARGE, help="the tier that holds all blocks (follows from the seed)")
+    parser.add_argument(
+        "--warm",
+        action=argparse.BooleanOptionalAction,
+        help="whether a keeper holds the memory of the CPU tier (follows from the seed)",
+    )
     parser.add_argument("--seed", type=int, help="what all choices follow from (a random number)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found here")
     parser.add_argument("--directory", type=Path, help="where sockets and data go; short (a temporary directory)")
@@ -70,8 +75,9 @@ def _plans(seed: int, options: argparse.Namespace) -> list[Plan]:
         wanted = options.acknowledgements
         if wanted is None:
             wanted = ACKNOWLEDGEMENTS_PER_KILL * options.kills
-        return rounds_of(seed, options.kills, wanted, options.large)
-    return [Plan(seed, options.large or LARGE[seed % 2], seconds=options.seconds)]
+        return rounds_of(seed, options.kills, wanted, options.large, warm=options.warm)
+    warm = is_warm(seed) if options.warm is None else options.warm
+    return [Plan(seed, options.large or LARGE[seed % 2], seconds=options.seconds, warm=warm)]
 
 
 if __name__ == "__main__":

@@ -64,6 +64,8 @@ class Facts:
     """Per run of the server its seconds and its highest memory, in order."""
     logged_errors: Counter[str] = field(default_factory=Counter)
     fsck: int | None = None
+    warm_starts: int = 0
+    """Starts that found blocks in the memory of the server before."""
 
     @property
     def kills(self) -> int:
@@ -84,7 +86,7 @@ class Orchestrator:
         reports.mkdir()
         self._journal = Journal(reports)
         everything = universe_bytes(SLOTS * plan.deposits.most)
-        self._server = StressServer(directory, plan.large, everything, self._watch, forked=plan.kills > 0)
+        self._server = StressServer(directory, plan, everything, self._watch)
         server = self._server.server
         self._pool = ClientPool(reports, (server.endpoint, server.tcp), plan.seed, LEASE_SECONDS, plan.deposits)
         self._auditor = Auditor(server.endpoint, rng, reports, plan.large, SMALL[plan.large])
@@ -108,7 +110,7 @@ class Orchestrator:
             self._facts.failures.append(str(error))
         finally:
             self._pool.close()
-            self._server.server.close()
+            self._server.close()
         self._collect()
         return self._facts
 
@@ -233,6 +235,7 @@ class Orchestrator:
         facts.missing, facts.unknown = self._auditor.missing, self._auditor.unknown
         facts.deposits = len(self._journal.read().done)
         facts.logged_errors = self._server.logged_errors()
+        facts.warm_starts = self._server.warm_starts
         watched = {"server": self._watch.of("server")[:1]}
         watched |= {f"client {slot}": self._watch.of(f"client {slot}")[:1] for slot in range(SURVIVORS)}
         facts.trends = {name: _trends(name, series[0]) for name, series in watched.items() if series}

@@ -8,7 +8,7 @@ from stress.chaos import SLOTS, last_run_start
 from stress.client_pool import PAIR_SLOTS
 from stress.durable_ledger import DepositPlan
 
-__all__ = ["ACKNOWLEDGEMENTS_PER_KILL", "LARGE", "MORE_KILLS", "Plan", "rounds_of"]
+__all__ = ["ACKNOWLEDGEMENTS_PER_KILL", "LARGE", "MORE_KILLS", "Plan", "is_warm", "rounds_of"]
 
 ACKNOWLEDGEMENTS_PER_KILL = 180
 LARGE = ("lmdb", "disk")
@@ -38,6 +38,7 @@ class Plan:
         kills: if not 0, a round of a torture run: only the server is killed, so often, at short
             intervals and also while it starts.
         acknowledgements: how many blocks a round must see acknowledged as durable.
+        warm: whether a keeper holds the memory of the CPU tier, so that blocks survive there, too.
     """
 
     seed: int
@@ -45,6 +46,7 @@ class Plan:
     seconds: float = 0.0
     kills: int = 0
     acknowledgements: int = 0
+    warm: bool = False
 
     @property
     def deposits(self) -> DepositPlan:
@@ -55,8 +57,11 @@ class Plan:
         return DepositPlan(per_second=per_second, most=_MOST_DEPOSITS, batch=4)
 
 
-def rounds_of(seed: int, kills: int, acknowledgements: int, large: str | None) -> list[Plan]:
-    """The rounds of a torture run. Without `large`, the tiers take turns in holding all blocks."""
+def rounds_of(seed: int, kills: int, acknowledgements: int, large: str | None, *, warm: bool | None) -> list[Plan]:
+    """The rounds of a torture run. Without `large`, the tiers take turns in holding all blocks.
+
+    Without `warm`, half of the rounds have warm restarts.
+    """
     number = -(-kills // _ROUND_KILLS)
     return [
         Plan(
@@ -64,9 +69,15 @@ def rounds_of(seed: int, kills: int, acknowledgements: int, large: str | None) -
             large or LARGE[(seed + turn) % 2],
             kills=_share(kills, number, turn),
             acknowledgements=_share(acknowledgements, number, turn),
+            warm=is_warm(seed + turn) if warm is None else warm,
         )
         for turn in range(number)
     ]
+
+
+def is_warm(seed: int) -> bool:
+    """Whether a run has warm restarts if nobody chooses: with either tier that holds all blocks."""
+    return seed // len(LARGE) % 2 == 0
 
 
 def _share(total: int, number: int, turn: int) -> int:

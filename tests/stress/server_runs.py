@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -16,9 +17,11 @@ from typing import Any
 
 import grpc
 from harness.server_process import ServerProcess
+from harness.store_server import RunningKeeper
 
 from kvtier.protos.v1 import admin_pb2
 from stress.client_pool import die_with_parent_prefix
+from stress.plan import Plan
 from stress.shape import MIB
 from stress.watch import Watch
 
@@ -58,18 +61,21 @@ class ServerRun:
 class StressServer:
     """Starts, kills and watches the server.
 
-    One disk tier is too small for the load, one holds all of it.
+    One disk tier is too small for the load, and comes first in lookups. The other one holds all.
     """
 
-    def __init__(self, directory: Path, large: str, everything: int, watch: Watch, *, forked: bool = False) -> None:
-        """`large` is the type of the tier that holds everything, "lmdb" or "disk".
-
-        The other tier comes first in lookups. `forked`: a start forks a process that has imported
-        the server already, instead of starting an interpreter.
-        """
+    def __init__(self, directory: Path, plan: Plan, everything: int, watch: Watch) -> None:
+        """In a torture run, a start forks a process that has imported the server already."""
+        large = plan.large
+        self._opened = contextlib.ExitStack()
         room = _SLACK * (everything + REGION)
+        keeper = ""
+        if plan.warm:
+            path = self._opened.enter_context(RunningKeeper(directory, prefix=die_with_parent_prefix())).path
+            keeper = f'keeper = "{path}"\n'
         config = (
-            f'metrics = "127.0.0.1:0"\n[leases]\ndefault = {LEASE_SECONDS}\npart = 1.0\n[sessions]\nheartbeat_interval = 0.5\n'
+            f'{keeper}metrics = "127.0.0.1:0"\n[leases]\ndefault = {LEASE_SECONDS}\npart = 1.0\n'
+            "[sessions]\nheartbeat_interval = 0.5\n"
             f'[[tiers]]\ntype = "{SMALL[large]}"\nsize = {SMALL_TIER}'
         )
         self.server = ServerProcess(
@@ -78,7 +84,7 @@ class StressServer:
             lmdb=room,
             tier=large,
             config=config,
-            prefix=() if forked else die_with_parent_prefix(),
+            prefix=() if plan.kills else die_with_parent_prefix(),
             tcp=True,
         )
         self.large = large
@@ -92,6 +98,15 @@ class StressServer:
     @property
     def stopped(self) -> bool:
         return self._wakes_at is not None
+
+    def close(self) -> None:
+        self.server.close()
+        self._opened.close()
+
+    @property
+    def warm_starts(self) -> int:
+        """Number of starts that found blocks in the memory of the server before."""
+        return sum(line["event"].startswith("warm start") and line["blocks"] > 0 for line in self._log())
 
     def start(self) -> None:
         """Starts a process and waits until it serves."""

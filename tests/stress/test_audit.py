@@ -13,6 +13,7 @@ import pytest
 from kvtier.client import Client, DurableStatus
 from stress.audit import Auditor
 from stress.durable_ledger import Entry, Journal
+from stress.plan import Plan
 from stress.server_runs import StressServer
 from stress.shape import LEDGER, MIB, STRANGER, Dataset
 from stress.test_verdict import good
@@ -27,7 +28,7 @@ DOCUMENT = "0"
 @contextlib.contextmanager
 def running_server() -> Iterator[StressServer]:
     with tempfile.TemporaryDirectory(prefix="kvt-") as directory:
-        server = StressServer(Path(directory), "lmdb", MIB, Watch(), forked=True)
+        server = StressServer(Path(directory), Plan(1, "lmdb", kills=1), MIB, Watch())
         server.start()
         try:
             yield server

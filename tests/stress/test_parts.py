@@ -11,7 +11,7 @@ from harness.payloads import filled
 
 from stress.chaos import SLOTS, SURVIVORS, FaultKind, kill_of, timeline
 from stress.durable_ledger import DepositPlan, DurableLedger, Journal
-from stress.plan import rounds_of
+from stress.plan import Plan, rounds_of
 from stress.result_log import ResultLog
 from stress.server_runs import StressServer
 from stress.shape import DATASETS, MIB, difference
@@ -46,12 +46,14 @@ def test_the_kills_follow_from_the_seed() -> None:
 
 def test_the_rounds_of_a_torture_run() -> None:
     """Together they have the asked kills and acknowledgements; the tiers take turns."""
-    rounds = rounds_of(7, 1000, 180_000, None)
+    rounds = rounds_of(7, 1000, 180_000, None, warm=None)
     assert sum(plan.kills for plan in rounds) == 1000
     assert sum(plan.acknowledgements for plan in rounds) == 180_000
-    assert {plan.large for plan in rounds[:2]} == {"lmdb", "disk"}
+    assert {(plan.large, plan.warm) for plan in rounds[:4]} == {
+        (large, warm) for large in ("lmdb", "disk") for warm in (False, True)
+    }
     assert len({plan.seed for plan in rounds}) == len(rounds) > 1
-    assert [plan.kills for plan in rounds_of(7, 30, 60, "disk")] == [30]
+    assert [plan.kills for plan in rounds_of(7, 30, 60, "disk", warm=False)] == [30]
 
 
 def test_the_last_server_lives_long() -> None:
@@ -126,6 +128,6 @@ def test_only_the_small_tier_may_have_no_room(tmp_path: Path) -> None:
     errors = ["tier disk: cannot store: the index is full", "tier lmdb: cannot store: MDB_MAP_FULL"]
     (tmp_path / "log").write_text("".join(f'{{"level": "error", "event": "{error}"}}\n' for error in errors))
     for large, expected in (("lmdb", errors[1]), ("disk", errors[0])):
-        server = StressServer(tmp_path, large, MIB, Watch(), forked=True)
+        server = StressServer(tmp_path, Plan(1, large, kills=1), MIB, Watch())
         assert list(server.logged_errors()) == [f"{expected}: "]
         server.server.close()

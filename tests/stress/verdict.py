@@ -65,6 +65,10 @@ def _asked(facts: Facts) -> Iterator[Check]:
         if wanted:
             yield Check(name, str(number), f">= {wanted}", number >= wanted)
 
+    if facts.plan.warm:
+        ended = len(facts.server_runs) - 1
+        yield Check("warm starts with blocks", str(facts.warm_starts), f"> 0 of {ended}", facts.warm_starts > 0)
+
 
 def _none(name: str, number: float, note: str = "") -> Check:
     return Check(name, f"{number:g}", "0", number == 0, note)
