@@ -296,7 +296,7 @@ class CpuTier:
 
     def unlink(self, block: Block) -> None:
         if block.ready:  # otherwise a client may write to its slots
-            self.records.free(slot for slot in block.slots if slot is not None)
+            self.records.free([slot for slot in block.slots if slot is not None])
         self._index.unlink(block)
         self.queues.remove(block)
 

@@ -75,7 +75,7 @@ class FormerWriters:
         if freed:
             memory = self._cpu_tier.memory
             self.nbytes -= memory.slot_bytes_of(freed)
-            self._cpu_tier.records.free(freed)
+            self._cpu_tier.records.free(sorted(freed))
             memory.release(sorted(freed))
             self._cpu_tier.made_room()
 
@@ -149,7 +149,7 @@ def _recover_extents(
         recorded = {part.offset for part in extent.parts}
         own, kept = recorded.intersection(used), writers.keep(extent)
         recorded.update((slot for slot, _ in extent.granted), extent.torn)
-        records.free(recorded.difference(own, kept))
+        records.free(sorted(recorded.difference(own, kept)))
         cpu_tier.memory.recover(extent.offset, extent.slot_bytes, own.union(kept))
 
 

@@ -1,31 +1,37 @@
 """Records of the slots of the region, from which the next server recovers the blocks.
 
 The records are in shared memory that outlives the server (`server/warm_restart.py`). Each slot has
-one record: it is free, a client may write to it, or it has a part of a complete block. A record of
-a part has a checksum. So a server that was killed while it wrote a record loses only this block.
+one record: it is free, a client may write to it, or it has a part of a complete block. Its state is
+written last, and the rest has checksums. So a server that was killed while it wrote a record loses
+only this block.
 
 A grant is recorded before a client learns of it, and a block is recorded after its last part is
 complete. A slot that is neither is free after a restart: only threads and child processes of the
 server write to it, and all of them have ended before another server reads the records.
 
-Layout: header, slot size per extent, namespaces, and per extent a record for each of its slots.
+Layout: header, slot size per extent, namespaces, and for each slot a state, the checksum of its key
+and a record. The slots of a store follow each other, so one copy writes all of their records.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, repeat
-from typing import NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
 from ..errors import InvalidNamespace
 from ..secondary_tier import NamespaceId
-from ..types import NAMESPACE_BYTES, SLOT_ALIGNMENT, NamespaceSpec, tenant_of
+from ..types import HOLD_ONLY_KEY_PREFIX, NAMESPACE_BYTES, SLOT_ALIGNMENT, NamespaceSpec, tenant_of
 from .block import Block, NamespaceIndex
 from .pin_budget import affordable
+
+if TYPE_CHECKING:
+    from ..eviction.queues import EvictionQueue
 
 __all__ = ["ExtentRecords", "NoRecords", "PartRecord", "RecordsError", "SlotRecords", "session_tag"]
 
@@ -44,16 +50,15 @@ _HEADER = struct.Struct("<8sIIQQI")  # magic, layout, bytes per record, region, 
 _UNKEPT = struct.Struct("<I")
 _UNKEPT_AT = 64
 
-_RECORD = struct.Struct(f"<IBBHIIQ{MAX_KEY_BYTES}s")
-"""Checksum, state, bytes of the key, rank, namespace, pages of the slot, age or session, key."""
-_HEAD = struct.Struct("<BBHIIQ")
-_CRC = struct.Struct("<I")
+_HEAD = struct.Struct("<IBBHIIQ")
+"""Checksum, kind, bytes of the key, rank, namespace, pages of the slot, age or session."""
+_RECORD = struct.Struct(f"<{_HEAD.size}s{MAX_KEY_BYTES}s")
+_U32 = struct.Struct("<I")
 _CLASS = struct.Struct("<II")  # pages of a slot, and their complement
 _MASK = 0xFFFFFFFF
-_STATE_AT = _CRC.size
-_KEY_AT = _CRC.size + _HEAD.size
 
 _FREE, _GRANTED, _READY = range(3)
+_STATES = [bytes([state]) for state in (_FREE, _GRANTED, _READY)]
 
 _NAMESPACE_BYTES = 256
 _NAMESPACE = struct.Struct(f"<IIIH{NAMESPACE_BYTES}s")  # checksum, number, world size, runs, id
@@ -62,6 +67,10 @@ _MAX_RUNS = (_NAMESPACE_BYTES - _NAMESPACE.size) // _RUN.size
 
 _INDEX_BITS = MAX_NAMESPACES.bit_length()
 _MAX_GENERATION = (1 << (32 - _INDEX_BITS)) - 1
+
+
+_index_of, _queue_of = attrgetter("namespace_index"), attrgetter("queue")
+_key_of, _slots_of = attrgetter("key"), attrgetter("slots")
 
 
 class RecordsError(Exception):
@@ -106,13 +115,13 @@ class NoRecords:
     def cut(self, offset: int, slot_bytes: int) -> None:
         """Called when an extent without used slots is divided into slots of another size."""
 
-    def granted(self, tag: int, offsets: Iterable[int]) -> None:
+    def granted(self, tag: int, offsets: Sequence[int]) -> None:
         """Called before a client of a session gets slots to write to."""
 
-    def free(self, offsets: Iterable[int]) -> None:
+    def free(self, offsets: Sequence[int]) -> None:
         """Called when slots have no block that a restart may recover, before others get them."""
 
-    def ready(self, blocks: Iterable[Block]) -> None:
+    def ready(self, blocks: Sequence[Block]) -> None:
         """Called when all parts of blocks are complete. Blocks that only holds use are left out."""
 
     def forget(self, index: NamespaceIndex) -> None:
@@ -139,7 +148,9 @@ class SlotRecords(NoRecords):
         self._back = back
         self._sizes = _sizes(region_bytes, extent_bytes)
         self._namespaces_at = _PAGE + self._sizes.classes
-        self._records_at = self._namespaces_at + MAX_NAMESPACES * _NAMESPACE_BYTES
+        self._states_at = self._namespaces_at + MAX_NAMESPACES * _NAMESPACE_BYTES
+        self._checks_at = self._states_at + self._sizes.slots
+        self._records_at = self._checks_at + self._sizes.slots * _U32.size
         self._slot_bytes = [0] * self._sizes.extents
         """Slot size of each extent with records; 0 for others."""
         self._age = 0
@@ -155,11 +166,12 @@ class SlotRecords(NoRecords):
     def size_bytes(region_bytes: int, extent_bytes: int) -> int:
         """Returns the size of the records. Most of their pages are never allocated."""
         sizes = _sizes(region_bytes, extent_bytes)
-        return _PAGE + sizes.classes + MAX_NAMESPACES * _NAMESPACE_BYTES + sizes.extents * sizes.per_extent
+        per_slot = 1 + _U32.size + _RECORD.size
+        return _whole_pages(_PAGE + sizes.classes + MAX_NAMESPACES * _NAMESPACE_BYTES + sizes.slots * per_slot)
 
     def format(self) -> None:
         """Begins records in memory that is zero. Raises RecordsError if memory is short."""
-        if not self._back(0, self._records_at):
+        if not self._back(0, self._states_at):
             raise RecordsError("memory is short")
         self._memory[: _HEADER.size] = self._header()
 
@@ -190,39 +202,54 @@ class SlotRecords(NoRecords):
 
     def cut(self, offset: int, slot_bytes: int) -> None:
         extent = offset // self._extent_bytes
-        count = self._extent_bytes // slot_bytes
-        if not self._back(self._position(extent, 0), count * _RECORD.size):
+        first, count = self._first_place(extent), self._extent_bytes // slot_bytes
+        areas = (self._states_at, 1), (self._checks_at, _U32.size), (self._records_at, _RECORD.size)
+        if not all(self._back(at + first * nbytes, count * nbytes) for at, nbytes in areas):
             slot_bytes = 0
         self._slot_bytes[extent] = slot_bytes
         pages = slot_bytes // SLOT_ALIGNMENT
         _CLASS.pack_into(self._memory, _PAGE + extent * _CLASS.size, pages, ~pages & _MASK)
 
-    def granted(self, tag: int, offsets: Iterable[int]) -> None:
-        memory, pack = self._memory, _HEAD.pack_into
-        for offset in offsets:
-            if position := self._position_of(offset):
-                pack(memory, position + _STATE_AT, _GRANTED, 0, 0, 0, 0, tag)
+    def granted(self, tag: int, offsets: Sequence[int]) -> None:
+        record = _RECORD.pack(_head(_GRANTED, 0, 0, 0, 0, tag), b"")
+        for place, first, end in self._runs(offsets):
+            self._write(self._records_at + place * _RECORD.size, record * (end - first))
+            self._write(self._states_at + place, _STATES[_GRANTED] * (end - first))
 
-    def free(self, offsets: Iterable[int]) -> None:
-        memory = self._memory
-        for offset in offsets:
-            if position := self._position_of(offset):
-                memory[position + _STATE_AT] = _FREE
+    def free(self, offsets: Sequence[int]) -> None:
+        for place, first, end in self._runs(offsets):
+            self._write(self._states_at + place, _STATES[_FREE] * (end - first))
 
-    def ready(self, blocks: Iterable[Block]) -> None:
-        self._age = age = self._age + 1
-        memory, pack, position_of = self._memory, _HEAD.pack, self._position_of
-        for block in blocks:
-            key, index = block.key, block.namespace_index
-            number = index.number or self._register(index)
-            if not number or len(key) > MAX_KEY_BYTES or index.invalidated or block.hold_only:
-                continue
-            pages = block.queue.size_class // SLOT_ALIGNMENT
-            for rank, offset in enumerate(block.slots):
-                assert offset is not None  # the part is complete
-                if position := position_of(offset):
-                    record = pack(_READY, len(key), rank, number, pages, age) + key
-                    memory[position : position + _CRC.size + len(record)] = _CRC.pack(crc32(record)) + record
+    def ready(self, blocks: Sequence[Block]) -> None:
+        self._age += 1
+        sizes = set(map(len, map(_key_of, blocks)))
+        if len(sizes) == len(set(map(_queue_of, blocks))) == len(set(map(_index_of, blocks))) == 1:  # the usual case
+            self._ready(blocks[0].namespace_index, blocks[0].queue, sizes.pop(), blocks)
+            return
+        for kind, alike in groupby(blocks, key=lambda block: (block.namespace_index, block.queue, len(block.key))):
+            self._ready(*kind, list(alike))
+
+    def _ready(
+        self, index: NamespaceIndex, queue: EvictionQueue[Block], key_bytes: int, blocks: Sequence[Block]
+    ) -> None:
+        keys = list(map(_key_of, blocks))
+        if HOLD_ONLY_KEY_PREFIX in b"".join(keys):
+            blocks = [block for block in blocks if not block.hold_only]
+            keys = list(map(_key_of, blocks))
+        number = index.number or self._register(index)
+        if not number or not keys or key_bytes > MAX_KEY_BYTES:
+            return
+        pages = queue.size_class // SLOT_ALIGNMENT
+        for rank, offsets in enumerate(zip(*map(_slots_of, blocks), strict=True)):
+            self._write_parts(_head(_READY, key_bytes, rank, number, pages, self._age), keys, list(offsets))
+
+    def _write_parts(self, head: bytes, keys: Sequence[bytes], offsets: Sequence[int]) -> None:
+        between = bytes(MAX_KEY_BYTES - len(keys[0])) + head
+        checks = struct.pack(f"<{len(keys)}I", *map(crc32, keys))
+        for place, first, end in self._runs(offsets):
+            self._write(self._records_at + place * _RECORD.size, head + between.join(keys[first:end]))
+            self._write(self._checks_at + place * _U32.size, checks[first * _U32.size : end * _U32.size])
+            self._write(self._states_at + place, _STATES[_READY] * (end - first))
 
     def forget(self, index: NamespaceIndex) -> None:
         number, index.number = index.number, 0
@@ -230,7 +257,7 @@ class SlotRecords(NoRecords):
         if tenant is not None:
             self._per_tenant[tenant] -= 1
             place = _place_of(number)
-            _CRC.pack_into(self._memory, self._namespace_at(place) + _CRC.size, 0)  # its number
+            _U32.pack_into(self._memory, self._namespace_at(place) + _U32.size, 0)  # its number
             self._unused.append(place)
 
     def extents(self) -> Iterator[ExtentRecords]:
@@ -274,24 +301,26 @@ class SlotRecords(NoRecords):
 
     def _records_of(self, extent: int, slot_bytes: int) -> ExtentRecords:
         found = ExtentRecords(extent * self._extent_bytes, slot_bytes)
-        pages = slot_bytes // SLOT_ALIGNMENT
-        start = self._position(extent, 0)
-        count = self._extent_bytes // slot_bytes
-        table = bytes(self._memory[start : start + count * _RECORD.size])
-        parts, offset = found.parts, found.offset
-        for slot, record in enumerate(_RECORD.iter_unpack(table)):
-            checksum, state, key_bytes, rank, number, record_pages, age, key = record
+        pages, first, count = slot_bytes // SLOT_ALIGNMENT, self._first_place(extent), self._extent_bytes // slot_bytes
+        states = self._read(self._states_at + first, count)
+        checks = struct.unpack(f"<{count}I", self._read(self._checks_at + first * _U32.size, count * _U32.size))
+        records = self._read(self._records_at + first * _RECORD.size, count * _RECORD.size)
+        offsets = range(found.offset, found.offset + count * slot_bytes, slot_bytes)
+        head_before, fields = b"", (0, 0, 0, 0, 0, 0)
+        for offset, state, check, (head, key) in zip(
+            offsets, states, checks, _RECORD.iter_unpack(records), strict=True
+        ):
             if state == _FREE:
                 continue
-            if state == _GRANTED:
-                found.granted.append((offset + slot * slot_bytes, age))
-                continue
-            begin = slot * _RECORD.size + _STATE_AT
-            is_whole = crc32(table[begin : begin + _HEAD.size + key_bytes]) == checksum
-            if state == _READY and record_pages == pages and key_bytes <= MAX_KEY_BYTES and is_whole:
-                parts.append(PartRecord(age, number, key[:key_bytes], rank, offset + slot * slot_bytes, slot_bytes))
+            if head != head_before:
+                head_before, fields = head, _fields(head)
+            kind, key_bytes, rank, number, record_pages, age = fields
+            if kind == state == _GRANTED:
+                found.granted.append((offset, age))
+            elif kind == state == _READY and record_pages == pages and crc32(key[:key_bytes]) == check:
+                found.parts.append(PartRecord(age, number, key[:key_bytes], rank, offset, slot_bytes))
             else:
-                found.torn.append(offset + slot * slot_bytes)
+                found.torn.append(offset)
         return found
 
     def _register(self, index: NamespaceIndex) -> int:
@@ -334,14 +363,29 @@ class SlotRecords(NoRecords):
         except InvalidNamespace:
             return None
 
-    def _position_of(self, offset: int) -> int:
-        """Returns where the record of a slot is; 0 if its extent has no records."""
-        extent, within = divmod(offset, self._extent_bytes)
-        slot_bytes = self._slot_bytes[extent]
-        return self._position(extent, within // slot_bytes) if slot_bytes else 0
+    def _runs(self, offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Yields the slots that follow each other: place of the first one, begin and end."""
+        begin, count = 0, len(offsets)
+        while begin < count:
+            offset, end = offsets[begin], begin + 1
+            extent, within = divmod(offset, self._extent_bytes)
+            if slot_bytes := self._slot_bytes[extent]:
+                most = min(count, begin + (self._extent_bytes - within) // slot_bytes)
+                if not begin and offsets == list(range(offset, offset + most * slot_bytes, slot_bytes)):
+                    end = most  # the usual case
+                while end < most and offsets[end] == offset + (end - begin) * slot_bytes:
+                    end += 1
+                yield self._first_place(extent) + within // slot_bytes, begin, end
+            begin = end
 
-    def _position(self, extent: int, slot: int) -> int:
-        return self._records_at + extent * self._sizes.per_extent + slot * _RECORD.size
+    def _first_place(self, extent: int) -> int:
+        return extent * (self._extent_bytes // SLOT_ALIGNMENT)
+
+    def _write(self, position: int, data: bytes) -> None:
+        self._memory[position : position + len(data)] = data
+
+    def _read(self, position: int, nbytes: int) -> bytes:
+        return bytes(self._memory[position : position + nbytes])
 
     def _namespace_at(self, place: int) -> int:
         return self._namespaces_at + place * _NAMESPACE_BYTES
@@ -358,19 +402,28 @@ def session_tag(session_id: bytes) -> int:
     return int.from_bytes(session_id[:8], "little")
 
 
+def _head(*fields: int) -> bytes:
+    """Returns the head of a record with these fields after its checksum."""
+    return _HEAD.pack(crc32(_HEAD.pack(0, *fields)), *fields)
+
+
+def _fields(head: bytes) -> tuple[int, int, int, int, int, int]:
+    """Returns the fields of a head after its checksum; zeros if it is damaged."""
+    checksum, *fields = _HEAD.unpack(head)
+    return tuple(fields) if crc32(_HEAD.pack(0, *fields)) == checksum else (0, 0, 0, 0, 0, 0)
+
+
 class _Sizes(NamedTuple):
-    """Number of extents, bytes of the slot sizes of all extents, and bytes of an extent's records."""
+    """Number of extents, bytes of the slot sizes of all extents, and largest number of slots."""
 
     extents: int
     classes: int
-    per_extent: int
+    slots: int
 
 
 def _sizes(region_bytes: int, extent_bytes: int) -> _Sizes:
     extents = region_bytes // extent_bytes
-    return _Sizes(
-        extents, _whole_pages(extents * _CLASS.size), _whole_pages(extent_bytes // SLOT_ALIGNMENT * _RECORD.size)
-    )
+    return _Sizes(extents, _whole_pages(extents * _CLASS.size), extents * (extent_bytes // SLOT_ALIGNMENT))
 
 
 def _whole_pages(nbytes: int) -> int:
