@@ -40,7 +40,7 @@ STORAGE = ("kvtier.tiers.disk", "kvtier.tiers.lmdb", "kvtier.tiers.storage")
 
 PURE = {
     *("__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math"),
-    *("operator", "types", "typing"),
+    *("operator", "struct", "types", "typing", "zlib"),
 }
 """Modules of the standard library that a core may import: no I/O, no clock, no threads."""
 

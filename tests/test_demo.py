@@ -26,12 +26,12 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def _results(demo: ModuleType) -> list[Any]:
-    loads: tuple[dict[str, int], ...] = ({}, {"cpu": 576}, {"lmdb": 576})
+    loads: tuple[dict[str, int], ...] = ({}, {"cpu": 576}, {"cpu": 576}, {"lmdb": 576})
     return [demo.Result(PROMPT - sum(loaded.values()), loaded, 1.0, [1, 2, 3]) for loaded in loads]
 
 
 def test_correct_results_pass(demo: ModuleType) -> None:
-    """No hit at first, then all but the last block from the CPU tier, then from LMDB.
+    """No hit at first, then all but the last block from the CPU tier twice, then from LMDB.
 
     Equal output.
     """
@@ -42,7 +42,8 @@ def test_correct_results_pass(demo: ModuleType) -> None:
     ("number", "change", "complaint"),
     [
         (1, {"output": [1, 2, 4]}, "output of engine 2"),
-        (2, {"loaded": {"cpu": 576}}, "engine 3 loaded"),
+        (2, {"loaded": {"lmdb": 576}}, "engine 3 loaded"),
+        (3, {"loaded": {"cpu": 576}}, "engine 4 loaded"),
         (1, {"loaded": {"cpu": 512}, "computed": 128}, "engine 2 loaded"),
         (1, {"computed": PROMPT}, "engine 2 computed"),
         (0, {"loaded": {"lmdb": 576}}, "engine 1 loaded"),

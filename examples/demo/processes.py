@@ -178,6 +178,20 @@ class Server(Child):
         return counts.pop()
 
 
+class Keeper(Child):
+    """A `kvtier keeper`, which holds the memory of the CPU tier while the server restarts."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "keeper.sock"
+        super().__init__("the keeper", [KVTIER, "keeper", "--socket", self.path], directory / "keeper.log")
+
+    def start(self) -> None:
+        """Starts the keeper and waits for its socket."""
+        self.path.unlink(missing_ok=True)
+        super().start()
+        self.wait_until(self.path.exists, "the start")
+
+
 class Engine(Child):
     """One engine process. With `stays` it waits after its result until it is killed."""
 

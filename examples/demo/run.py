@@ -2,10 +2,11 @@
 
     python run.py [--engine transformers|vllm|sglang] [--tokens N]
 
-Three engine processes get the same prompt, one after the other. Before the third process the server
-is killed with SIGKILL and restarted, so the third process loads from LMDB. The exit code is 0 only
-if all outputs are identical and the second and third engine loaded the expected tokens. All files
-are temporary.
+Four engine processes get the same prompt, one after the other. Before the third process the server
+is killed with SIGKILL and restarted. `kvtier keeper` holds the memory meanwhile, so the third
+process loads from the CPU tier. Before the fourth process the keeper is killed, too, so the fourth
+one loads from LMDB. The exit code is 0 only if all outputs are identical and each engine loaded the
+expected tokens. All files are temporary.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from processes import Engine, Result, Server, console, new_job, progress, run_demo
+from processes import Engine, Keeper, Result, Server, console, new_job, progress, run_demo
 from report import conclude, differences, show, wanted_tokens
 
 PROMPT_TOKENS = {"transformers": 3072, "vllm": 6144, "sglang": 3072}
-NOTES = ("1: nothing known yet", "2: new process", "3: new process, new server")
+NOTES = ("1: nothing known yet", "2: new process", "3: server killed", "4: server and keeper killed")
 
 
 def attributed(result: Result, before: dict[str, Any] | None, after: dict[str, Any] | None) -> Result:
@@ -37,35 +38,44 @@ def attributed(result: Result, before: dict[str, Any] | None, after: dict[str, A
 def verdict(results: Sequence[Result], prompt_tokens: int) -> list[str]:
     """Returns the differences from the expected results. Empty if there are none."""
     wanted = wanted_tokens(prompt_tokens)
-    return differences(results, [{}, {"cpu": wanted}, {"lmdb": wanted}], prompt_tokens)
+    return differences(results, [{}, {"cpu": wanted}, {"cpu": wanted}, {"lmdb": wanted}], prompt_tokens)
+
+
+def restart(what: str, server: Server, keeper: Keeper | None = None) -> None:
+    """Kills the server, and the keeper if there is one, and starts them again."""
+    server.kill()
+    if keeper is not None:
+        keeper.kill()
+        keeper.start()
+    start = time.perf_counter()
+    server.start()
+    console.print(f"{what} and started again: it answered after {time.perf_counter() - start:.1f} s")
 
 
 def demo(engine: str, prompt_tokens: int, directory: Path) -> int:
     """Runs the demo; returns the exit code."""
     job = new_job(directory, prompt_tokens)
     results = []
-    with Server(directory, "--region-size", "1GiB") as server:
+    keeper = Keeper(directory)
+    server = Server(directory, "--region-size", "1GiB", environment={"KVTIER_KEEPER": str(keeper.path)})
+    with keeper, server:
         console.print(f"kvtier serves on {server.endpoint}", markup=False)
-        for number in (1, 2, 3):
+        for number in range(1, len(NOTES) + 1):
             if number == 3:
+                restart("server killed (SIGKILL)", server)
+            elif number == 4:
                 with progress("waits until all blocks are in LMDB"):
                     blocks = server.settle()
-                server.kill()
-                start = time.perf_counter()
-                server.start()
-                seconds = time.perf_counter() - start
-                console.print(
-                    f"{blocks} blocks in LMDB; server killed (SIGKILL) and started again: it answered after {seconds:.1f} s"
-                )
+                restart(f"{blocks} blocks in LMDB; server and keeper killed", server, keeper)
             before = server.status()
             with Engine(engine, directory, {**job, "endpoint": server.endpoint}, f"engine {number}") as process:
                 result = process.result()
             results.append(attributed(result, before, server.status()))
             console.print(f"engine {number} is done: first token after {result.first_token_seconds:.2f} s")
     notes = [{"engine process": note} for note in NOTES]
-    show("One prompt, three engine processes", results, notes, {"cpu": "from CPU", "lmdb": "from LMDB"})
+    show("One prompt, four engine processes", results, notes, {"cpu": "from CPU", "lmdb": "from LMDB"})
     return conclude(
-        verdict(results, prompt_tokens), "All three outputs are identical, and nothing known was computed twice."
+        verdict(results, prompt_tokens), "All four outputs are identical, and nothing known was computed twice."
     )
 
 

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES or "\0" in options.socket:
         return refuse([f"--socket: must be a path of at most {MAX_SOCKET_PATH_BYTES} bytes"], EXIT_USAGE)
     try:
-        claim = SocketClaim(Endpoint(path=str(path)), "keeper")
+        claim = SocketClaim(Endpoint(path=str(path)), "another keeper listens there")
     except SocketError as error:
         return refuse([str(error)], EXIT_FAILURE)
     with contextlib.ExitStack() as closers:

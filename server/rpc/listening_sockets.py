@@ -39,8 +39,8 @@ class SocketClaim:
     user.
     """
 
-    def __init__(self, endpoint: Endpoint, program: str = "server") -> None:
-        """`program`: what else may have claimed the socket, for the error."""
+    def __init__(self, endpoint: Endpoint, holder: str = "another server listens there") -> None:
+        """`holder`: text of the error if another process has claimed the socket."""
         if endpoint.path is None:
             raise SocketError(f"{endpoint} is not a Unix socket")
         self.path = Path(endpoint.path)
@@ -48,7 +48,7 @@ class SocketClaim:
         self._lock: int | None = None
         try:
             _prepare_directory(self.path.parent)
-            self._lock = _lock(self._lock_path, endpoint, program)
+            self._lock = _lock(self._lock_path, endpoint, holder)
             _remove_stale(self.path)
         except OSError as error:
             self._unlock()
@@ -164,7 +164,7 @@ def _prepare_directory(directory: Path) -> None:
         directory.chmod(0o700)
 
 
-def _lock(path: Path, endpoint: Endpoint, program: str) -> int:
+def _lock(path: Path, endpoint: Endpoint, holder: str) -> int:
     """Returns the descriptor of the locked file. Raises `SocketError` if it is locked."""
     for _ in range(_ATTEMPTS):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -179,7 +179,7 @@ def _lock(path: Path, endpoint: Endpoint, program: str) -> int:
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
         os.close(descriptor)
-    raise SocketError(f"{endpoint} is in use: another {program} listens there")
+    raise SocketError(f"{endpoint} is in use: {holder}")
 
 
 def _remove_stale(path: Path) -> None:

@@ -76,7 +76,7 @@ def rounds_of(seed: int, kills: int, acknowledgements: int, large: str | None, *
 
 
 def is_warm(seed: int) -> bool:
-    """Whether a run has warm restarts if nobody chooses: with either tier that holds all blocks."""
+    """Whether a run has warm restarts by default: half of the runs with either large tier."""
     return seed // len(LARGE) % 2 == 0
 
 

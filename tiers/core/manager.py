@@ -62,7 +62,7 @@ class TierManager(CoreParts):
         return recovered
 
     def former_writer_gone(self, tag: int) -> None:
-        """Called when the client of an earlier server's session does not map the region any more."""
+        """Called when an earlier server's client of a session does not map the region any more."""
         self._former_writers.gone(tag)
 
     def open_session(

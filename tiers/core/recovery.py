@@ -144,7 +144,7 @@ def _recover_extents(
     extents: Iterable[ExtentRecords],
     used: Collection[int],
 ) -> None:
-    """Adds extents; `used`: the slots of the recovered blocks. Clears the records of other slots."""
+    """Adds extents; `used`: slots of the recovered blocks. Clears the records of other slots."""
     for extent in extents:
         recorded = {part.offset for part in extent.parts}
         own, kept = recorded.intersection(used), writers.keep(extent)

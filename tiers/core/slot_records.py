@@ -223,7 +223,8 @@ class SlotRecords(NoRecords):
     def ready(self, blocks: Sequence[Block]) -> None:
         self._age += 1
         sizes = set(map(len, map(_key_of, blocks)))
-        if len(sizes) == len(set(map(_queue_of, blocks))) == len(set(map(_index_of, blocks))) == 1:  # the usual case
+        if len(sizes) == len(set(map(_queue_of, blocks))) == len(set(map(_index_of, blocks))) == 1:
+            # The usual case. `groupby` takes three times as long as the rest.
             self._ready(blocks[0].namespace_index, blocks[0].queue, sizes.pop(), blocks)
             return
         for kind, alike in groupby(blocks, key=lambda block: (block.namespace_index, block.queue, len(block.key))):
