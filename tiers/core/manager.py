@@ -23,7 +23,7 @@ from .in_flight_stores import STORE_SLICE, Preparation, Store
 from .leases import BlockLease
 from .operations import Operation
 from .prefetches import PrefetchAnswer
-from .recovery import FormerWriters, Recovered, recover_blocks, store_missing
+from .recovery import FormerWriters, RecoveredBlocks, recover_blocks, store_missing
 from .requests import Request
 from .running_lookup import LOOKUP_SLICE, LookupAnswer
 from .settings import CPU_TIER
@@ -49,7 +49,7 @@ class TierManager(CoreParts):
         self._cpu_tier.memory.add_memory(offset, nbytes)
         self._cpu_tier.made_room()
 
-    def recover(self, writers: Iterable[int]) -> Recovered:
+    def recover(self, writers: Iterable[int]) -> RecoveredBlocks:
         """Adds the blocks that the records have. Called before all other events.
 
         `writers`: tags of the sessions of the earlier server whose clients may map the region.

@@ -19,7 +19,7 @@ from .operations import Operation
 from .slot_records import ExtentRecords, PartRecord, SlotRecords
 from .tier_jobs import TierJobs
 
-__all__ = ["FormerWriters", "Recovered", "recover_blocks", "store_missing"]
+__all__ = ["FormerWriters", "RecoveredBlocks", "recover_blocks", "store_missing"]
 
 _SLICE = 256
 """Number of blocks of which one slice examines whether the tiers have them: 0.1 ms, or 2 ms if a
@@ -27,7 +27,7 @@ tier lacks all of them."""
 
 
 @dataclass(slots=True)
-class Recovered:
+class RecoveredBlocks:
     """Result of a recovery.
 
     Attributes:
@@ -80,12 +80,12 @@ class FormerWriters:
             self._cpu_tier.made_room()
 
 
-def recover_blocks(records: SlotRecords, cpu_tier: CpuTier, writers: FormerWriters) -> Recovered:
+def recover_blocks(records: SlotRecords, cpu_tier: CpuTier, writers: FormerWriters) -> RecoveredBlocks:
     """Adds the recorded extents and their blocks to a new CPU tier, which has none.
 
     Clears all other records. Takes 5 µs per block.
     """
-    result = Recovered()
+    result = RecoveredBlocks()
     extents = list(records.extents())
     found: dict[int, list[PartRecord]] = defaultdict(list)
     for extent in extents:
