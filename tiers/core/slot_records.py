@@ -57,8 +57,9 @@ _U32 = struct.Struct("<I")
 _CLASS = struct.Struct("<II")  # pages of a slot, and their complement
 _MASK = 0xFFFFFFFF
 
-_FREE, _GRANTED, _READY = range(3)
-_STATES = [bytes([state]) for state in (_FREE, _GRANTED, _READY)]
+_FREE, _GRANTED, _READY = b"\0", b"\x0f", b"\x33"
+"""They differ in four bits. A free slot keeps the rest of its record, and one flipped bit must not
+bring its block back."""
 
 _NAMESPACE_BYTES = 256
 _NAMESPACE = struct.Struct(f"<IIIH{NAMESPACE_BYTES}s")  # checksum, number, world size, runs, id
@@ -155,6 +156,8 @@ class SlotRecords(NoRecords):
         """Slot size of each extent with records; 0 for others."""
         self._age = 0
         self._unkept = 0
+        self._unbacked: set[int] = set()
+        """Extents whose records have no memory. No server would know which slots are granted."""
         self._numbers: dict[int, bytes] = {}
         """Tenants of the numbers of the recorded namespaces."""
         self._per_tenant: Counter[bytes] = Counter()
@@ -185,7 +188,7 @@ class SlotRecords(NoRecords):
         if self._memory[: _HEADER.size] != self._header():
             raise RecordsError("their header is damaged")
         if _UNKEPT.unpack_from(self._memory, _UNKEPT_AT)[0]:
-            raise RecordsError("a client mapped the region whose connection could not be kept")
+            raise RecordsError("the connection of a client could not be kept, or memory was short")
         self._classes()
 
     def _header(self) -> bytes:
@@ -193,9 +196,9 @@ class SlotRecords(NoRecords):
         return _HEADER.pack(*fields, crc32(_HEADER.pack(*fields, 0)))
 
     def count_unkept(self, change: int) -> None:
-        """Changes the number of clients whose end the next server could not notice.
+        """Changes the number of reasons for which no other server may use the records.
 
-        While there is one, no server may use the records.
+        Such a reason is a client whose end the next server could not notice.
         """
         self._unkept += change
         _UNKEPT.pack_into(self._memory, _UNKEPT_AT, self._unkept)
@@ -204,21 +207,25 @@ class SlotRecords(NoRecords):
         extent = offset // self._extent_bytes
         first, count = self._first_place(extent), self._extent_bytes // slot_bytes
         areas = (self._states_at, 1), (self._checks_at, _U32.size), (self._records_at, _RECORD.size)
+        was_unbacked = extent in self._unbacked
+        self._unbacked.discard(extent)
         if not all(self._back(at + first * nbytes, count * nbytes) for at, nbytes in areas):
             slot_bytes = 0
+            self._unbacked.add(extent)
+        self.count_unkept((extent in self._unbacked) - was_unbacked)
         self._slot_bytes[extent] = slot_bytes
         pages = slot_bytes // SLOT_ALIGNMENT
         _CLASS.pack_into(self._memory, _PAGE + extent * _CLASS.size, pages, ~pages & _MASK)
 
     def granted(self, tag: int, offsets: Sequence[int]) -> None:
-        record = _RECORD.pack(_head(_GRANTED, 0, 0, 0, 0, tag), b"")
+        record = _RECORD.pack(_head(_GRANTED[0], 0, 0, 0, 0, tag), b"")
         for place, first, end in self._runs(offsets):
             self._write(self._records_at + place * _RECORD.size, record * (end - first))
-            self._write(self._states_at + place, _STATES[_GRANTED] * (end - first))
+            self._write(self._states_at + place, _GRANTED * (end - first))
 
     def free(self, offsets: Sequence[int]) -> None:
         for place, first, end in self._runs(offsets):
-            self._write(self._states_at + place, _STATES[_FREE] * (end - first))
+            self._write(self._states_at + place, _FREE * (end - first))
 
     def ready(self, blocks: Sequence[Block]) -> None:
         self._age += 1
@@ -242,7 +249,7 @@ class SlotRecords(NoRecords):
             return
         pages = queue.size_class // SLOT_ALIGNMENT
         for rank, offsets in enumerate(zip(*map(_slots_of, blocks), strict=True)):
-            self._write_parts(_head(_READY, key_bytes, rank, number, pages, self._age), keys, list(offsets))
+            self._write_parts(_head(_READY[0], key_bytes, rank, number, pages, self._age), keys, list(offsets))
 
     def _write_parts(self, head: bytes, keys: Sequence[bytes], offsets: Sequence[int]) -> None:
         between = bytes(MAX_KEY_BYTES - len(keys[0])) + head
@@ -250,7 +257,7 @@ class SlotRecords(NoRecords):
         for place, first, end in self._runs(offsets):
             self._write(self._records_at + place * _RECORD.size, head + between.join(keys[first:end]))
             self._write(self._checks_at + place * _U32.size, checks[first * _U32.size : end * _U32.size])
-            self._write(self._states_at + place, _STATES[_READY] * (end - first))
+            self._write(self._states_at + place, _READY * (end - first))
 
     def forget(self, index: NamespaceIndex) -> None:
         number, index.number = index.number, 0
@@ -311,14 +318,14 @@ class SlotRecords(NoRecords):
         for offset, state, check, (head, key) in zip(
             offsets, states, checks, _RECORD.iter_unpack(records), strict=True
         ):
-            if state == _FREE:
+            if state == _FREE[0]:
                 continue
             if head != head_before:
                 head_before, fields = head, _fields(head)
             kind, key_bytes, rank, number, record_pages, age = fields
-            if kind == state == _GRANTED:
+            if kind == state == _GRANTED[0]:
                 found.granted.append((offset, age))
-            elif kind == state == _READY and record_pages == pages and crc32(key[:key_bytes]) == check:
+            elif kind == state == _READY[0] and record_pages == pages and crc32(key[:key_bytes]) == check:
                 found.parts.append(PartRecord(age, number, key[:key_bytes], rank, offset, slot_bytes))
             else:
                 found.torn.append(offset)
