@@ -19,6 +19,7 @@ FAULTS = (*ADAPTER_FAULTS, *CLIENT_FAULTS, *SERVER_FAULTS, *STORAGE_FAULTS)
 
 _ADAPTERS = "tests/client/engines/vllm_adapters/test_vllm_"
 _DAMAGE = "tests/server/test_damaged_memory.py"
+_WARM = "tests/server/test_warm_restart.py"
 
 
 def _adapter_tests(*names: str) -> tuple[str, ...]:
@@ -67,12 +68,17 @@ _RELATED: Mapping[str, tuple[str, ...]] = {
     "server/peers/": ("tests/server/peers",),
     "server/region_digests.py": ("tests/server/test_region_digests.py", _DAMAGE),
     "server/rpc/": ("tests/server/rpc", "tests/server/bad_input", "tests/server/auth"),
-    "server/rpc/attach_socket.py": ("tests/server/rpc/test_listening_sockets.py", "tests/server/test_dead_clients.py"),
+    "server/rpc/attach_socket.py": (
+        "tests/server/rpc/test_listening_sockets.py",
+        "tests/server/test_dead_clients.py",
+        _WARM,
+    ),
     "server/rpc/own_copies.py": ("tests/server/bulk", "tests/server/rpc/test_own_copies.py"),
     "server/services/": ("tests/server/services", "tests/server/bad_input", "tests/client/test_client.py", _DAMAGE),
     "server/services/devices.py": ("tests/cuda/device",),
     "server/telemetry/": ("tests/server/telemetry",),
     "server/tier_host/": ("tests/server/tier_host",),
+    "server/warm_restart.py": (_WARM,),
     "tiers/disk/": ("tests/tiers/disk",),
     "tiers/eviction/": ("tests/tiers/eviction",),
     "tiers/lmdb/": ("tests/tiers/lmdb",),

@@ -21,7 +21,45 @@ _REGISTRY = "server/devices/registry.py"
 
 _DIGESTS = "server/region_digests.py"
 
+_WARM = "server/warm_restart.py"
+
 SERVER_FAULTS = (
+    Fault(
+        "the end of a server frees the slots of clients that still write",
+        "server/rpc/attach_socket.py",
+        "        except asyncio.CancelledError:\n            ended = False\n            raise\n",
+        "        except asyncio.CancelledError:\n            raise\n",
+    ),
+    Fault(
+        "the end of a server forgets the connections of clients that still write",
+        _WARM,
+        "        except asyncio.CancelledError:\n            ended = False\n            raise\n",
+        "        except asyncio.CancelledError:\n            raise\n",
+    ),
+    Fault(
+        "the connections of clients that map the region are not kept",
+        _WARM,
+        "            store.keep(name, connection.fileno(), until_hangup=True)\n",
+        "            pass\n",
+    ),
+    Fault(
+        "a server does not wait for the processes of the earlier one",
+        _WARM,
+        "    if not poll.poll(_END_SECONDS * 1000):\n",
+        "    if False:\n",
+    ),
+    Fault(
+        "damaged records are used",
+        _WARM,
+        "            records.check()\n",
+        "",
+    ),
+    Fault(
+        "slots stay out of use when the last connection of their client has ended",
+        _WARM,
+        "        if not self._writers[tag]:\n            del self._writers[tag]\n            gone(tag)\n",
+        "",
+    ),
     Fault(
         "granted slots keep the digests of earlier blocks",
         _CACHE,
@@ -312,8 +350,8 @@ SERVER_FAULTS = (
     Fault(
         "the slots of a process that mapped the region are not freed",
         "server/rpc/attach_socket.py",
-        "        finally:\n            self._sessions.detach(hello.session_id, number)\n",
-        "        finally:\n            pass\n",
+        "            if ended:\n                self._sessions.detach(hello.session_id, number)\n",
+        "            pass\n",
     ),
     Fault(
         "a store without bytes is published",

@@ -18,6 +18,9 @@ from harness.server_process import MIB, ServerProcess
 from harness.store_server import RunningKeeper
 
 from kvtier.client import Client, KVTierError, Timeouts
+from kvtier.server import warm_restart
+from kvtier.server.telemetry.downgrades import Downgrades
+from kvtier.server.warm_restart import WarmMemory, open_memory
 
 PART_BYTES = (64 << 10, 8 << 10)
 NAMESPACE = namespace_of(*PART_BYTES)
@@ -97,7 +100,8 @@ def _serves(client: Client, keys: list[bytes]) -> bool:
         return False
 
 
-def test_slots_that_a_client_may_write_to_stay_out_of_use(keeper: RunningKeeper, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["kill", "terminate"])
+def test_slots_that_a_client_may_write_to_stay_out_of_use(keeper: RunningKeeper, tmp_path: Path, how: str) -> None:
     """A client writes to its slots after the restart. No other block is in them."""
     written, others = keys_of(64), keys_of(1200, salt="others")
     with server_of(keeper, tmp_path, region=32 * MIB, config='[cpu]\neviction = "lru"') as server:
@@ -105,7 +109,8 @@ def test_slots_that_a_client_may_write_to_stay_out_of_use(keeper: RunningKeeper,
         with client_of(server) as writer, client_of(server) as other:
             with pytest.raises(KVTierError), writer.write(written) as batch:  # noqa: PT012 - of the exit
                 views = list(batch.views())
-                server.restart()
+                getattr(server, how)()
+                server.start()
                 wait_until(lambda: _connected(other), 60.0)
                 assert server.status().quarantined_bytes >= sum(len(view) for view in views)
                 for start in range(0, len(others), 100):
@@ -291,3 +296,43 @@ def _connected(client: Client) -> bool:
     except KVTierError:
         return False
     return True
+
+
+def test_a_process_of_the_earlier_server_that_has_not_ended(
+    keeper: RunningKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may write to the memory, so the next server does not use the memory."""
+    monkeypatch.setattr(warm_restart, "_END_SECONDS", 0.2)
+    with _memory(keeper) as first:
+        (of_a_child,) = map(os.dup, first.region.inherited)
+        first.region.memory[:4] = b"old!"
+    with _memory(keeper) as second:
+        assert not second.is_warm
+        assert second.region.memory[:4] == bytes(4)
+        second.region.memory[:4] = b"new!"
+    os.close(of_a_child)
+    with _memory(keeper) as third:
+        assert third.is_warm
+        assert third.region.memory[:4] == b"new!"
+
+
+def test_memory_that_a_tier_shares_ends_with_the_server(keeper: RunningKeeper) -> None:
+    with _memory(keeper) as first:
+        first.region.memory[:4] = b"old!"
+    downgrades = Downgrades()
+    with _memory(keeper, downgrades, is_shared=True) as second:
+        assert (second.is_warm, second.records) == (False, None)
+        assert second.region.memory[:4] == bytes(4)
+        assert [each.feature for each in downgrades.all()] == ["warm_restart"]
+
+
+@contextlib.contextmanager
+def _memory(
+    keeper: RunningKeeper, downgrades: Downgrades | None = None, *, is_shared: bool = False
+) -> Iterator[WarmMemory]:
+    memory = open_memory(keeper.path, 4 * MIB, downgrades or Downgrades(), is_shared=is_shared)
+    try:
+        yield memory
+    finally:
+        memory.region.close()
+        memory.close()
