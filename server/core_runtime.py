@@ -302,7 +302,6 @@ class TierRuntime:
             await asyncio.to_thread(self._backing.join)
         await asyncio.to_thread(close_all, self._workers)
         if not self.left_behind:
-            self.region.close()
             self.memory.close()
 
     @property
@@ -420,6 +419,8 @@ class TierRuntime:
     def _report_placement(self) -> None:
         """Reports pages that are smaller, or on other NUMA nodes, than they should be."""
         region, possible = self.region, self.region.size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if self.memory.is_warm:
+            region.count_huge_pages()
         if region.huge_bytes < possible * _HUGE_PART:
             part = f"{region.huge_bytes / region.size_bytes:.0%} of the region is on huge pages"
             why = "memory is fragmented" if region.huge_bytes else "the kernel gives none (before 6.1, or they are off)"

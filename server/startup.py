@@ -215,7 +215,6 @@ async def open_runtime(
         with _start_errors():
             memory = await asyncio.to_thread(open_memory, config.keeper, region_bytes, downgrades, is_shared=is_shared)
         opened.callback(memory.close)
-        opened.callback(memory.region.close)
         with _start_errors():
             share_region(tiers, memory.region)
         try:

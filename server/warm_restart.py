@@ -3,8 +3,8 @@
 A descriptor store keeps what the next server needs (`process/descriptor_store.py`):
 
 - `region` and `records`: the memory, and the records of its slots (`tiers/core/slot_records.py`).
-- `alive`: one end of a pipe. The server and each child process that maps the region have the other
-  end. End of file means that all of them have ended, so that none of them writes to the region.
+- `alive-*`: one end of a pipe. The server and each child process that maps the region have the
+  other end. End of file means that all of them have ended, so that none of them writes to the region.
 - `writer-*`: the connections of clients that map the region. The end of a connection means that
   the client does not write to the region any more.
 
@@ -20,6 +20,7 @@ import gc
 import mmap
 import os
 import re
+import secrets
 import select
 import socket
 import time
@@ -41,7 +42,7 @@ _log = get_logger(__name__)
 
 _END_SECONDS = 5.0
 """Time that the processes of the earlier server have to end."""
-_NAMES = _REGION, _RECORDS, _ALIVE = "region", "records", "alive"
+_REGION, _RECORDS, _ALIVE = "region", "records", "alive"
 _WRITER = re.compile(r"writer-([0-9a-f]{16})-\d+")
 _REMEDY = "docs/warm-restart.md"
 
@@ -54,7 +55,7 @@ class WarmMemory:
     """The region of a server, and what the next server needs to use it.
 
     Attributes:
-        region: the region; the caller closes it.
+        region: the region.
         records: records of its slots; None if the region ends with the server.
         is_warm: whether they are those of an earlier server.
     """
@@ -66,8 +67,13 @@ class WarmMemory:
         store: DescriptorStore | None = None,
         records: SlotRecords | None = None,
         writers: Mapping[int, dict[str, socket.socket]] | None = None,
+        opened: contextlib.ExitStack | None = None,
     ) -> None:
-        """`writers`: kept connections of an earlier server, by name and tag of their session."""
+        """Takes ownership of all arguments.
+
+        `writers`: kept connections of an earlier server, by name and tag of their session. `opened`
+        closes the region and the records.
+        """
         self.region = region
         self.records = records
         self.is_warm = writers is not None
@@ -75,17 +81,22 @@ class WarmMemory:
         self._downgrades = downgrades
         self._writers = dict(writers or {})
         self._unwatch: Callable[[socket.socket], object] = lambda _: None
+        self._opened = opened or contextlib.ExitStack()
+        self._opened.callback(region.close)
 
     def recover(self, core: TierManager) -> None:
         """Adds the blocks of the earlier server to the core. Watches the clients of that server."""
         if not self.is_warm:
             return
+        assert self.records is not None
         began = time.monotonic()
+        self.records.count_recovery()
         gc.disable()  # all of the many new objects stay
         try:
             found = core.recover(self._writers)
         finally:
             gc.enable()
+        self.records.count_recovery(has_ended=True)
         loop = asyncio.get_running_loop()
         self._unwatch = loop.remove_reader
         for tag, connections in self._writers.items():
@@ -142,7 +153,7 @@ class WarmMemory:
                 self.records.count_unkept(-1)
 
     def close(self) -> None:
-        """Ends the watches. The store keeps the region and the records.
+        """Closes everything. The store keeps the region and the records.
 
         Called when no thread or child process of the server accesses the region any more.
         """
@@ -151,6 +162,7 @@ class WarmMemory:
                 self._unwatch(connection)
                 connection.close()
         self._writers.clear()
+        self._opened.close()
         while self.region.inherited:
             os.close(self.region.inherited.pop())
         if self._store is not None:
@@ -189,7 +201,7 @@ def open_memory(keeper: Path | None, region_bytes: int, downgrades: Downgrades, 
     elif store is not None:
         try:
             return _open_kept(store, region_bytes, downgrades)
-        except (DescriptorStoreError, OSError) as error:
+        except (DescriptorStoreError, RecordsError, OSError) as error:
             _report(downgrades, str(error))
     if store is not None:
         store.close()
@@ -221,30 +233,32 @@ def _adopt(
     kept: Mapping[str, Sequence[int]], region_bytes: int, store: DescriptorStore, downgrades: Downgrades
 ) -> WarmMemory:
     """Raises _Cold if the kept memory cannot be used."""
-    found = [kept.get(name, ()) for name in _NAMES]
-    if any(len(descriptors) != 1 for descriptors in found):
+    ended = [name for name in kept if name.startswith(f"{_ALIVE}-")]
+    if not ended or any(len(kept.get(name, ())) != 1 for name in (_REGION, _RECORDS)):
         raise _Cold("it is not complete")
-    region_fd, records_fd, alive = (descriptors[0] for descriptors in found)
-    poll = select.poll()
-    poll.register(alive, 0)  # POLLHUP is always reported
-    if not poll.poll(_END_SECONDS * 1000):
-        raise _Cold(f"processes of the earlier server have not ended within {_END_SECONDS:g} s")
+    (region_fd,), (records_fd,) = kept[_REGION], kept[_RECORDS]
+    deadline = time.monotonic() + _END_SECONDS
+    for name in ended:
+        poll = select.poll()
+        poll.register(kept[name][0], 0)  # POLLHUP is always reported
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise _Cold(f"processes of the earlier server have not ended within {_END_SECONDS:g} s")
     with contextlib.ExitStack() as opened:
         try:
             region = HostRegion.attach(region_fd, region_bytes)
             opened.callback(region.close)
-            records = _records(records_fd, region_bytes)
+            records = _records(records_fd, region_bytes, opened)
             records.check()
         except (RegionError, RecordsError) as error:
             raise _Cold(str(error)) from None
-        store.forget(_ALIVE)
         _stay_alive(region, store)
-        opened.pop_all()
-    writers: dict[int, dict[str, socket.socket]] = defaultdict(dict)
-    for name, descriptors in kept.items():
-        if match := _WRITER.fullmatch(name):
-            writers[int(match[1], 16)][name] = socket.socket(fileno=os.dup(descriptors[0]))
-    return WarmMemory(region, downgrades, store, records, writers)
+        for name in ended:
+            store.forget(name)
+        writers: dict[int, dict[str, socket.socket]] = defaultdict(dict)
+        for name, descriptors in kept.items():
+            if match := _WRITER.fullmatch(name):
+                writers[int(match[1], 16)][name] = socket.socket(fileno=os.dup(descriptors[0]))
+        return WarmMemory(region, downgrades, store, records, writers, opened.pop_all())
 
 
 def _create(region_bytes: int, store: DescriptorStore, downgrades: Downgrades) -> WarmMemory:
@@ -253,22 +267,22 @@ def _create(region_bytes: int, store: DescriptorStore, downgrades: Downgrades) -
         opened.callback(region.close)
         size_bytes = SlotRecords.size_bytes(region_bytes, extent_bytes_for(region_bytes))
         with _closing(sealed_memory(size_bytes, "kvtier-records")) as descriptor:
-            records = _records(descriptor, region_bytes)
+            records = _records(descriptor, region_bytes, opened)
             records.format()
             store.keep(_REGION, region.fd)
             store.keep(_RECORDS, descriptor)
         _stay_alive(region, store)
-        opened.pop_all()
-    return WarmMemory(region, downgrades, store, records)
+        return WarmMemory(region, downgrades, store, records, opened=opened.pop_all())
 
 
-def _records(descriptor: int, region_bytes: int) -> SlotRecords:
+def _records(descriptor: int, region_bytes: int, opened: contextlib.ExitStack) -> SlotRecords:
     """Maps records. Raises RecordsError if they do not have the size for this region."""
     extent_bytes = extent_bytes_for(region_bytes)
     size_bytes = SlotRecords.size_bytes(region_bytes, extent_bytes)
     if os.fstat(descriptor).st_size != size_bytes:
         raise RecordsError("its records are those of another region_size or version")
-    own = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0)  # open as long as the server runs
+    own = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
+    opened.callback(os.close, own)
 
     def back(start: int, nbytes: int) -> bool:
         try:
@@ -284,7 +298,7 @@ def _stay_alive(region: HostRegion, store: DescriptorStore) -> None:
     """Gives the store one end of a pipe, and this process and its children the other one."""
     ours, theirs = os.pipe()
     with _closing(ours):
-        store.keep(_ALIVE, ours)
+        store.keep(f"{_ALIVE}-{secrets.token_hex(8)}", ours)
     region.inherited.append(theirs)
 
 

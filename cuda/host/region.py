@@ -186,6 +186,7 @@ class HostRegion:
             self._check(offset, length)
             missing = length - sum(size for _, size in self._backed_runs(offset, length))
             if not missing:  # an earlier server has backed it
+                self._advise(offset, length, _MADV_POPULATE_WRITE)
                 self.backed_bytes += length
                 return
             _require_memory(missing)
@@ -203,6 +204,15 @@ class HostRegion:
                 self._advise(offset, length, _MADV_POPULATE_WRITE)
         self.backed_bytes += length
         self.huge_bytes += huge
+
+    def count_huge_pages(self) -> None:
+        """Sets `huge_bytes` of a region that an earlier server has backed, as the kernel counts."""
+        with suppress(OSError, ValueError), Path("/proc/self/smaps").open() as lines:
+            for line in lines:
+                if line.startswith(f"{self.address:x}-"):
+                    break
+            found = next((line for line in lines if line.startswith("ShmemPmdMapped:")), None)
+            self.huge_bytes = int(found.split()[1]) << 10 if found is not None else 0
 
     def populate(self, offset: int, length: int) -> int:
         """Enters backed pages into this process's page table; returns how many bytes are backed.

@@ -45,8 +45,8 @@ SERVER_FAULTS = (
     Fault(
         "a server does not wait for the processes of the earlier one",
         _WARM,
-        "    if not poll.poll(_END_SECONDS * 1000):\n",
-        "    if False:\n",
+        "        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):\n",
+        "        if False:\n",
     ),
     Fault(
         "damaged records are used",

@@ -334,5 +334,4 @@ def _memory(
     try:
         yield memory
     finally:
-        memory.region.close()
         memory.close()

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["ExtentRecords", "NoRecords", "PartRecord", "RecordsError", "SlotRecords", "session_tag"]
 
 LAYOUT = 1
-"""Version of the layout. A server uses no records of another version."""
+"""Version of the layout of the records, and of the region with its digests. A server uses no memory
+of another version."""
 
 MAX_KEY_BYTES = 80
 """Blocks with longer keys are not recorded."""
@@ -47,8 +48,10 @@ MAX_NAMESPACES = 16_384
 _MAGIC = b"kvtslots"
 _PAGE = 4096
 _HEADER = struct.Struct("<8sIIQQI")  # magic, layout, bytes per record, region, extent, checksum
-_UNKEPT = struct.Struct("<I")
-_UNKEPT_AT = 64
+_UNKEPT_AT, _ATTEMPTS_AT = 64, 68
+
+MAX_ATTEMPTS = 5
+"""Number of recoveries that may end the server, or be killed, before the records are not used."""
 
 _HEAD = struct.Struct("<IBBHIIQ")
 """Checksum, kind, bytes of the key, rank, namespace, pages of the slot, age or session."""
@@ -67,6 +70,7 @@ _RUN = struct.Struct("<HI")  # number of consecutive groups, bytes of a part
 _MAX_RUNS = (_NAMESPACE_BYTES - _NAMESPACE.size) // _RUN.size
 
 _INDEX_BITS = MAX_NAMESPACES.bit_length()
+_INDEX_MASK = (1 << _INDEX_BITS) - 1
 _MAX_GENERATION = (1 << (32 - _INDEX_BITS)) - 1
 
 
@@ -187,13 +191,20 @@ class SlotRecords(NoRecords):
             raise RecordsError(f"they belong to a region of {region} bytes, not {self._region_bytes}")
         if self._memory[: _HEADER.size] != self._header():
             raise RecordsError("their header is damaged")
-        if _UNKEPT.unpack_from(self._memory, _UNKEPT_AT)[0]:
+        if _U32.unpack_from(self._memory, _UNKEPT_AT)[0]:
             raise RecordsError("the connection of a client could not be kept, or memory was short")
+        if _U32.unpack_from(self._memory, _ATTEMPTS_AT)[0] >= MAX_ATTEMPTS:
+            raise RecordsError(f"{MAX_ATTEMPTS} recoveries have failed")
         self._classes()
 
     def _header(self) -> bytes:
         fields = _MAGIC, LAYOUT, _RECORD.size, self._region_bytes, self._extent_bytes
         return _HEADER.pack(*fields, crc32(_HEADER.pack(*fields, 0)))
+
+    def count_recovery(self, *, has_ended: bool = False) -> None:
+        """Called before and after a recovery, which could end the server for lack of memory."""
+        attempts = _U32.unpack_from(self._memory, _ATTEMPTS_AT)[0]
+        _U32.pack_into(self._memory, _ATTEMPTS_AT, 0 if has_ended else attempts + 1)
 
     def count_unkept(self, change: int) -> None:
         """Changes the number of reasons for which no other server may use the records.
@@ -201,7 +212,7 @@ class SlotRecords(NoRecords):
         Such a reason is a client whose end the next server could not notice.
         """
         self._unkept += change
-        _UNKEPT.pack_into(self._memory, _UNKEPT_AT, self._unkept)
+        _U32.pack_into(self._memory, _UNKEPT_AT, self._unkept)
 
     def cut(self, offset: int, slot_bytes: int) -> None:
         extent = offset // self._extent_bytes
@@ -264,7 +275,7 @@ class SlotRecords(NoRecords):
         tenant = self._numbers.pop(number, None)
         if tenant is not None:
             self._per_tenant[tenant] -= 1
-            place = _place_of(number)
+            place = number & _INDEX_MASK
             _U32.pack_into(self._memory, self._namespace_at(place) + _U32.size, 0)  # its number
             self._unused.append(place)
 
@@ -359,7 +370,7 @@ class SlotRecords(NoRecords):
     def _read_namespace(self, place: int) -> tuple[int, NamespaceSpec] | None:
         at = self._namespace_at(place)
         checksum, number, world_size, runs, namespace = _NAMESPACE.unpack_from(self._memory, at)
-        if not number or _place_of(number) != place or runs > _MAX_RUNS:
+        if not number or (number & _INDEX_MASK) != place or runs > _MAX_RUNS:
             return None
         end = at + _NAMESPACE.size + runs * _RUN.size
         packed = bytes(self._memory[at + _NAMESPACE.size : end])
@@ -436,7 +447,3 @@ def _sizes(region_bytes: int, extent_bytes: int) -> _Sizes:
 
 def _whole_pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
-
-
-def _place_of(number: int) -> int:
-    return number & ((1 << _INDEX_BITS) - 1)

@@ -32,7 +32,9 @@ def runtime_with(downgrades: Downgrades, **region: Any) -> Any:
     """The parts of a runtime that back the region."""
     size = 4 * HUGE_PAGE_BYTES
     values = {"size_bytes": size, "huge_bytes": size, "misplaced": None, **region}
-    return SimpleNamespace(downgrades=downgrades, region=SimpleNamespace(**values), _call_loop=lambda *_: None)
+    memory = SimpleNamespace(is_warm=False)
+    own = SimpleNamespace(**values)
+    return SimpleNamespace(downgrades=downgrades, region=own, memory=memory, _call_loop=lambda *_: None)
 
 
 def small_pages(downgrades: Downgrades, _path: Path, _patch: pytest.MonkeyPatch) -> None:
