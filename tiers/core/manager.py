@@ -56,6 +56,7 @@ class TierManager(CoreParts):
         Raises RecordsError if the records are damaged; then the core must not be used.
         """
         assert self._records is not None
+        self._cpu_tier.tick(self._now)  # blocks count as used now
         self._former_writers = FormerWriters(self._cpu_tier, writers)
         recovered = recover_blocks(self._records, self._cpu_tier, self._former_writers)
         self._sliced_work.perform_later(store_missing(recovered.blocks, self._tier_jobs), b"")
