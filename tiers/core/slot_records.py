@@ -53,7 +53,9 @@ _MASK = 0xFFFFFFFF
 _STATE_AT = _CRC.size
 _KEY_AT = _CRC.size + _HEAD.size
 
-_FREE, _GRANTED, _READY = range(3)
+_FREE, _GRANTED, _READY = 0, 0x0F, 0x33
+"""They differ in four bits. A free slot keeps the rest of its record, and one flipped bit must not
+bring its block back."""
 
 _NAMESPACE_BYTES = 256
 _NAMESPACE = struct.Struct(f"<IIIH{NAMESPACE_BYTES}s")  # checksum, number, world size, runs, id

@@ -318,6 +318,20 @@ def test_parts_of_two_stores_are_no_block() -> None:
     assert server.after_restart() == []
 
 
+def test_a_flipped_bit_brings_no_freed_block_back() -> None:
+    server, spec = Server(), namespace()
+    (slot,) = server.store(spec, [key(b"a")])
+    server.core.reset(server.open(spec))
+    server.store(spec, [key(b"b"), key(b"c")])
+    gone = server.core._cpu_tier.blocks_of(spec.id)[key(b"c")]
+    (slot,) = [slot for slot in gone.slots if slot is not None]
+    server.core.remove_damaged([gone])
+    for bit in range(8):
+        server.memory[server.state_of(slot)] ^= 1 << bit
+        assert [name for _, name in server.after_restart()] == [key(b"b")]
+        server.memory[server.state_of(slot)] ^= 1 << bit
+
+
 def test_recovered_blocks_count_as_used_at_the_restart() -> None:
     """An eviction of blocks that are unused for long keeps them."""
     server, spec = Server(), namespace()
