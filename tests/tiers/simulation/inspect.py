@@ -1,4 +1,4 @@
-"""Reads private state of the core. Only this module and `books` do."""
+"""Reads private state of the core. Only this module, `books` and `damage` do."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from kvtier.tiers.core.requests import Request
 from kvtier.tiers.core.room_queue import _Line
 from kvtier.tiers.core.secondary_state import GATHER_SECONDS, SecondaryTierState
 from kvtier.tiers.core.sliced_work import _Entry
+from kvtier.tiers.core.slot_records import SlotRecords
 from kvtier.tiers.core.tier_jobs import JobKind
 from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import TenantShare
@@ -88,6 +89,7 @@ def small_jobs(nbytes: int) -> Iterator[None]:
         "handoffs._SLICE": 1,
         "waiters.SETTLE_SLICE": 2,
         "room_queue.MAX_WAITERS": 3,
+        "slot_records.MAX_NAMESPACES": 4,
     }
     limits |= {"retiring_extents.GRACE_SECONDS": GRACE_SECONDS, "retiring_pins.SLICE": 80}
     limits |= {f"conversations.MAX_{name}": limit for name, limit in CONVERSATION_LIMITS.items()}
@@ -290,6 +292,21 @@ def slots_in_use(core: TierManager) -> set[int]:
     """Returns the slots that the allocator has granted."""
     memory = core._cpu_tier.memory
     return set().union(*map(memory.in_use, memory._extents.values()))
+
+
+def former_slots(core: TierManager) -> tuple[dict[int, set[int]], set[int]]:
+    """Returns the slots of an earlier server's clients: by tag, and those of unknown clients."""
+    writers = core._former_writers
+    return {tag: set(slots) for tag, slots in writers._slots.items() if slots}, set(writers._torn)
+
+
+def slot_bytes_of(core: TierManager, slots: Iterable[int]) -> int:
+    return core._cpu_tier.memory.slot_bytes_of(slots)
+
+
+def records_of(core: TierManager) -> SlotRecords:
+    assert core._records is not None
+    return core._records
 
 
 def retiring(core: TierManager) -> dict[int, set[int]]:

@@ -17,7 +17,7 @@ from .retirements import check_retiring
 from .rooms import check_room
 from .world import World
 
-__all__ = ["check", "check_settled"]
+__all__ = ["check", "check_core", "check_settled"]
 
 
 def _slots(world: World) -> None:
@@ -297,6 +297,12 @@ def check(world: World) -> None:
     for invariant, check_one in CHECKS.items():
         if world.only in (None, invariant):
             check_one(world)
+
+
+def check_core(world: World) -> None:
+    """Checks the invariants of a core without sessions, which has only blocks."""
+    for check_one in (_pins, _leased, _slots, _owners, _books, _capacity, _bytes, _line, _leaks):
+        check_one(world)
 
 
 def check_settled(world: World) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from . import inspect as inside
 from .invariants import check, check_settled
 from .model import EXTENT, Invariant, ModelTier, Violation
+from .restarts import Restarts
 from .world import World
 
 __all__ = ["EXTENT", "STEPS", "Failure", "ModelTier", "RunResult", "run"]
@@ -43,7 +44,7 @@ def run(seed: int, steps: int = STEPS, *, only: Invariant | None = None) -> RunR
     world, failure = World(seed, only), None
     with inside.small_jobs(4 * EXTENT // 5):
         try:
-            _live(world, steps)
+            _live(world, steps, Restarts(world, seed))
         except Exception as error:  # noqa: BLE001 - any exception is a failure of this run
             invariant = error.invariant if isinstance(error, Violation) else Invariant.RAISED
             text = str(error) if isinstance(error, Violation) else repr(error)
@@ -51,11 +52,14 @@ def run(seed: int, steps: int = STEPS, *, only: Invariant | None = None) -> RunR
     return RunResult(world.steps, world.coverage, world.digest.hexdigest(), failure)
 
 
-def _live(world: World, steps: int) -> None:
+def _live(world: World, steps: int, restarts: Restarts) -> None:
     world.start_core()
     for _ in range(steps):
         world.step()
         check(world)
+        restarts.check()
     for _ in world.settle():
         check(world)
+        restarts.check()
     check_settled(world)
+    restarts.check(always=True)

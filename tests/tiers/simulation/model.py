@@ -192,6 +192,15 @@ EXERCISED = (
     "turns yielded",
     "waits for room refused",
     "waits for room timed out",
+    "restarts",
+    "restarts during a reset",
+    "restarts of restarts",
+    "restarts with writers",
+    "reads after a restart",
+    "stores after a restart",
+    "records refused",
+    "records torn",
+    "blocks lost with their records",
 )
 """Events that must occur in a large number of runs."""
 
@@ -228,6 +237,7 @@ class Invariant(enum.StrEnum):
     LEAKS = "nothing leaks"
     ROOM = "lookups that wait for room take turns"
     RETIRING = "few extents retire, and their pins end"
+    RESTART = "a restart recovers exactly the blocks that readers find"
     RAISED = "only refusals are raised"
 
 

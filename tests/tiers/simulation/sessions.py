@@ -41,7 +41,7 @@ class Sessions(Actors):
 
     def _open(self, engine: str, rank: int | None, spec: NamespaceSpec) -> Client:
         self.opened += 1
-        session = self.world.core.open_session(b"session %d" % self.opened, engine, rank, spec, tenant="t")
+        session = self.world.core.open_session(b"%07d session" % self.opened, engine, rank, spec, tenant="t")
         client = Client(session)
         self.world.ledger.clients.append(client)
         if self.rng.random() < 0.7:

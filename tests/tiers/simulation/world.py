@@ -13,6 +13,7 @@ from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.commands import Command, ContinueWork, HoldChanged, LeaseSettled, RequestsSettled, RoomOffered
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER
+from kvtier.tiers.core.slot_records import SlotRecords
 from kvtier.tiers.errors import CoreError
 from kvtier.tiers.negotiation import DEFAULT_RULES, Rule
 from kvtier.tiers.secondary_tier import OffloadPolicy
@@ -107,6 +108,9 @@ class World:
         self.settings_model = TierSettingsModel(random_settings(self.rng, capacities))
         for policy in self.settings_model.settings.eviction.values():
             self.saw(f"policy {policy}")
+        self.recorded = bytearray(SlotRecords.size_bytes(self.region_bytes, EXTENT))
+        records = SlotRecords(memoryview(self.recorded), self.region_bytes, EXTENT)
+        records.format()
         self.core = TierManager(
             self.region_bytes,
             EXTENT,
@@ -114,6 +118,7 @@ class World:
             max_queued_bytes=self.rng.choice((2, 8, 32)) * 4096,
             settings=self.settings_model.settings,
             now=self.now,
+            records=records,
         )
         self.event_readers = EventReaders(self.core, self._seed)
         self.before = self.core_view = inside.CoreView(self.core)
