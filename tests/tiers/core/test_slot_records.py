@@ -12,7 +12,7 @@ from kvtier.tiers.core import slot_records
 from kvtier.tiers.core.bulk_eviction import EvictionRequest
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.manager import TierManager
-from kvtier.tiers.core.recovery import Recovered
+from kvtier.tiers.core.recovery import RecoveredBlocks
 from kvtier.tiers.core.slot_records import MAX_KEY_BYTES, RecordsError, SlotRecords, session_tag
 from kvtier.tiers.secondary_tier import NamespaceId
 from kvtier.tiers.types import TENANT_TAG_BYTES, EngineSession, NamespaceSpec
@@ -67,16 +67,24 @@ class Server:
         return answer.slots
 
     def state_of(self, slot: int) -> int:
-        """Returns the place of the state in the record of a slot."""
-        return self.records._position_of(slot) + slot_records._STATE_AT
+        """Returns where the state of a slot is."""
+        return self.records._states_at + self.place_of(slot)
+
+    def record_of(self, slot: int) -> int:
+        """Returns where the record of a slot is."""
+        return self.records._records_at + self.place_of(slot) * slot_records._RECORD.size
+
+    def place_of(self, slot: int) -> int:
+        extent, within = divmod(slot, EXTENT)
+        return self.records._first_place(extent) + within // self.records._slot_bytes[extent]
 
     def namespace_at(self, spec: NamespaceSpec) -> int:
-        return self.records._namespace_at(slot_records._place_of(self.number_of(spec)))
+        return self.records._namespace_at(self.number_of(spec) & slot_records._INDEX_MASK)
 
     def number_of(self, spec: NamespaceSpec) -> int:
         return self.core._cpu_tier._index.of(spec.id).number
 
-    def restart(self, writers: Iterable[int] = ()) -> tuple[Server, Recovered]:
+    def restart(self, writers: Iterable[int] = ()) -> tuple[Server, RecoveredBlocks]:
         server = Server(bytearray(self.memory), extents=self.extents)
         recovered = server.core.recover(writers)
         server.core.add_memory(0, self.region_bytes)
@@ -167,7 +175,7 @@ def test_a_reused_place_has_another_number(monkeypatch: pytest.MonkeyPatch) -> N
     server.core.reset(session)
     server.store(second, [key(b"b")])
     assert server.number_of(second) != before
-    assert slot_records._place_of(server.number_of(second)) == slot_records._place_of(before)
+    assert slot_records._INDEX_MASK & (server.number_of(second)) == slot_records._INDEX_MASK & (before)
     assert server.after_restart() == [(second.id, key(b"b"))]
     again, _ = server.restart()
     assert again.after_restart() == [(second.id, key(b"b"))]
@@ -200,7 +208,7 @@ def test_many_namespaces_are_recovered() -> None:
 def test_namespaces_without_blocks_are_forgotten() -> None:
     server, spec = Server(), namespace()
     (slot,) = server.store(spec, [key(b"a")])
-    server.memory[server.state_of(slot)] = slot_records._FREE
+    server.memory[server.state_of(slot)] = slot_records._FREE[0]
     again, recovered = server.restart()
     assert recovered.blocks == []
     assert not again.records._numbers
@@ -270,21 +278,32 @@ def test_no_records_begin_without_memory() -> None:
         Server(back=lambda _, __: False)
 
 
-def test_blocks_of_an_extent_whose_records_have_no_memory_are_lost() -> None:
-    """The core works without these records. An extent that is divided again may have them."""
+def test_records_that_lack_an_extent_are_refused() -> None:
+    """They do not have the grants of this extent. If it is divided again, it may have records."""
     server = Server()
     is_short, server.records._back = [True], lambda _, __: not is_short[0]
     small, large = namespace(), namespace(1, part_bytes=(8192,))
     server.store(small, [key(b"a")])
     is_short[0] = False
     server.store(large, [key(b"b")])
-    assert server.after_restart() == [(large.id, key(b"b"))]
-    again, recovered = server.restart([session_tag(b"%08d" % 1)])
-    assert recovered.unusable_bytes == 0
-    assert again.core.stats().tiers[0].available_bytes == 2 * EXTENT
+    with pytest.raises(RecordsError, match="memory was short"):
+        server.restart()
     server.core.reset(server.open(small))
     server.store(small, [key(b"c")])
     assert set(server.after_restart()) == {(large.id, key(b"b")), (small.id, key(b"c"))}
+
+
+def test_records_are_refused_after_several_recoveries_that_have_not_ended() -> None:
+    server = Server()
+    server.store(namespace(), [key(b"a")])
+    for _ in range(slot_records.MAX_ATTEMPTS - 1):
+        server.records.count_recovery()
+    assert len(server.after_restart()) == 1
+    server.records.count_recovery()
+    with pytest.raises(RecordsError, match="recoveries have failed"):
+        server.restart()
+    server.records.count_recovery(has_ended=True)
+    assert len(server.after_restart()) == 1
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -293,7 +312,7 @@ def test_a_block_with_a_torn_part_is_lost_with_all_its_parts(rank: int) -> None:
     server.store(spec, [key(b"a"), key(b"b")], range(3))
     torn = server.core._cpu_tier.blocks_of(spec.id)[key(b"a")].slots[rank]
     assert torn is not None
-    server.memory[server.state_of(torn) + 2] ^= 1
+    server.memory[server.record_of(torn) + 10] ^= 1
     again, recovered = server.restart()
     assert [block.key for block in recovered.blocks] == [key(b"b")]
     assert recovered.lost
@@ -313,8 +332,8 @@ def test_parts_of_two_stores_are_no_block() -> None:
     server.core.remove_damaged(server.core._cpu_tier.blocks_of(spec.id).values())
     server.store(spec, [key(b"a")], range(2))
     (block,) = server.core._cpu_tier.blocks_of(spec.id).values()
-    at = server.state_of(block.slots[0] or 0) - slot_records._STATE_AT
-    server.memory[at : at + 112] = first[at : at + 112]
+    at = server.record_of(block.slots[0] or 0)
+    server.memory[at : at + 104] = first[at : at + 104]
     assert server.after_restart() == []
 
 

@@ -15,7 +15,8 @@ from .model import EXTENT
 __all__ = ["Damage", "damage"]
 
 _KINDS = ("header", "classes", "namespace", "record", "record", "record", "write", "write", "grant")
-_PART = layout._HEAD.pack(layout._READY, 8, 0, 1, 1, 1) + b"cut off!"
+_KEY = b"cut off!"
+_PART = layout._head(layout._READY[0], len(_KEY), 0, 1, 1, 1) + _KEY
 """The record of a part whose namespace has no number that is used."""
 
 
@@ -41,25 +42,29 @@ def damage(rng: random.Random, memory: bytearray, records: SlotRecords) -> Damag
     done, kind, places = Damage(), rng.choice(_KINDS), _places(records)
     if kind == "header":
         at = _flip(rng, memory, 0, 80)
-        done.refused = at < layout._HEADER.size or 0 <= at - layout._UNKEPT_AT < layout._UNKEPT.size
+        done.refused = at < layout._HEADER.size or 0 <= at - layout._UNKEPT_AT < layout._U32.size
+        done.refused |= layout._U32.unpack_from(memory, layout._ATTEMPTS_AT)[0] >= layout.MAX_ATTEMPTS
     elif kind == "classes":
         _flip(rng, memory, layout._PAGE, records._sizes.extents * layout._CLASS.size)
         done.refused = True
     elif kind == "namespace" and records._numbers:
-        at = records._namespace_at(layout._place_of(rng.choice(list(records._numbers))))
+        at = records._namespace_at(rng.choice(list(records._numbers)) & layout._INDEX_MASK)
         done.namespaces.add(NamespaceId(layout._NAMESPACE.unpack_from(memory, at)[-1]))
         _flip(rng, memory, at, layout._NAMESPACE_BYTES)
     elif kind == "record":
         for offset in rng.sample(list(places), min(3, len(places))):
-            _flip(rng, memory, places[offset], layout._RECORD.size)
+            start, nbytes = rng.choice(_areas(records, places[offset]))
+            _flip(rng, memory, start, nbytes)
             done.slots.add(offset)
     elif kind in ("write", "grant"):
-        is_grant = kind == "grant"
+        is_grant, states_at = kind == "grant", records._states_at
         written = {
-            slot for slot, at in places.items() if (memory[at + layout._STATE_AT] == layout._GRANTED) != is_grant
+            slot for slot, place in places.items() if (memory[states_at + place] == layout._GRANTED[0]) != is_grant
         }
         if written:
-            _cut_off(rng, memory, rng.choice(sorted(written)), places, done, is_grant=is_grant)
+            offset = rng.choice(sorted(written))
+            _cut_off(rng, memory, _areas(records, places[offset]), is_grant=is_grant)
+            (done.slots if is_grant else done.torn).add(offset)
     return done
 
 
@@ -68,8 +73,17 @@ def _places(records: SlotRecords) -> dict[int, int]:
     places = {}
     for extent, slot_bytes in enumerate(records._slot_bytes):
         for slot in range(EXTENT // slot_bytes if slot_bytes else 0):
-            places[extent * EXTENT + slot * slot_bytes] = records._position(extent, slot)
+            places[extent * EXTENT + slot * slot_bytes] = records._first_place(extent) + slot
     return places
+
+
+def _areas(records: SlotRecords, place: int) -> list[tuple[int, int]]:
+    """Returns begin and size of the record, the checksum and the state at a place."""
+    return [
+        (records._records_at + place * layout._RECORD.size, layout._RECORD.size),
+        (records._checks_at + place * layout._U32.size, layout._U32.size),
+        (records._states_at + place, 1),
+    ]
 
 
 def _flip(rng: random.Random, memory: bytearray, start: int, nbytes: int) -> int:
@@ -79,18 +93,16 @@ def _flip(rng: random.Random, memory: bytearray, start: int, nbytes: int) -> int
     return at
 
 
-def _cut_off(
-    rng: random.Random, memory: bytearray, offset: int, places: dict[int, int], done: Damage, *, is_grant: bool
-) -> None:
+def _cut_off(rng: random.Random, memory: bytearray, areas: list[tuple[int, int]], *, is_grant: bool) -> None:
     """The server was killed while it wrote a record: a grant, or the part of a granted slot."""
-    at = places[offset]
+    (record, _), (check, _), (state, _) = areas
     if is_grant:
-        record = layout._HEAD.pack(layout._GRANTED, 0, 0, 0, 0, rng.getrandbits(64))
-        at += layout._STATE_AT
-        done.slots.add(offset)
+        tag = rng.getrandbits(64)
+        pieces = [(record, layout._RECORD.pack(layout._head(layout._GRANTED[0], 0, 0, 0, 0, tag), b""))]
+        pieces.append((state, layout._GRANTED))
     else:
-        record = layout._CRC.pack(crc32(_PART)) + _PART
-    count = rng.randrange(1, len(record))
-    memory[at : at + count] = record[:count]
-    if not is_grant and count > layout._STATE_AT:
-        done.torn.add(offset)
+        pieces = [(record, _PART), (check, layout._U32.pack(crc32(_KEY))), (state, layout._READY)]
+    left = rng.randrange(1, sum(len(data) for _, data in pieces))
+    for at, data in pieces:
+        memory[at : at + min(left, len(data))] = data[:left]
+        left -= min(left, len(data))

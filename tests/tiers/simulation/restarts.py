@@ -17,7 +17,7 @@ from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import LoadFromTier, LookupInTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.operations import run_to_end
-from kvtier.tiers.core.recovery import Recovered
+from kvtier.tiers.core.recovery import RecoveredBlocks
 from kvtier.tiers.core.slot_records import RecordsError, SlotRecords, session_tag
 from kvtier.tiers.secondary_tier import Outcome
 from kvtier.tiers.types import EngineSession, KeyStatus
@@ -85,7 +85,7 @@ class _Restarted(World):
     def publishing(self) -> list[Block]:
         return []
 
-    def recover(self, writers: Collection[int]) -> Recovered:
+    def recover(self, writers: Collection[int]) -> RecoveredBlocks:
         """Raises RecordsError if the records are damaged."""
         recovered = self.core.recover(writers)
         self.core.add_memory(0, self.backed_bytes)
@@ -168,7 +168,7 @@ class Restarts:
         expected.written = written
         return expected
 
-    def _restart_again(self, first: _Restarted, recovered: Recovered, expected: _Expected) -> None:
+    def _restart_again(self, first: _Restarted, recovered: RecoveredBlocks, expected: _Expected) -> None:
         """The new server is killed at once; its clients are those of the earlier one."""
         shadow = _Restarted(self.world, bytearray(first.recorded), first.memory)
         again = shadow.recover(expected.writers)
@@ -256,7 +256,7 @@ def _found(core: TierManager, core_view: inside.CoreView) -> _Expected:
     return _Expected(blocks, inside.slots_in_use(core), core_view.classes, stale=stale)
 
 
-def _check(shadow: _Restarted, recovered: Recovered, expected: _Expected) -> None:
+def _check(shadow: _Restarted, recovered: RecoveredBlocks, expected: _Expected) -> None:
     """Checks what a core has recovered from undamaged records."""
     blocks = {block.name: block.slots for block in recovered.blocks}
     _must(blocks == expected.blocks, f"{_differing(blocks, expected.blocks)} are not as before")
