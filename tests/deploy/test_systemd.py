@@ -97,6 +97,33 @@ def test_killed_server_is_restarted(systemd: Systemd) -> None:
     assert answer.returncode == 0
 
 
+@pytest.mark.parametrize("how", ["kill", "restart"])
+def test_memory_outlives_the_server(systemd: Systemd, tmp_path: Path, how: str) -> None:
+    """The blocks of the CPU tier survive SIGKILL and `systemctl restart`, not `systemctl stop`."""
+    systemd.run("systemctl", "start", UNIT)
+    for number in range(2):
+        stored = systemd.run(
+            *("runuser", "-u", "kvtier", "--", "/opt/kvtier/bin/python", "/opt/source/tests/harness/round_trip.py")
+        )
+        assert stored.returncode == 0, stored.stderr
+        if how == "kill":
+            systemd.run("kill", "-KILL", systemd.show(UNIT, "MainPID"))
+            systemd.wait_for(UNIT, "NRestarts", f"{number + 1}")
+        else:
+            systemd.run("systemctl", "restart", UNIT)
+        systemd.wait_for(UNIT, "ActiveState", "active")
+        assert _blocks_after_warm_starts(tmp_path)[number:] == [_blocks_after_warm_starts(tmp_path)[-1]]
+        assert _blocks_after_warm_starts(tmp_path)[-1] > 0
+    systemd.run("systemctl", "stop", UNIT)
+    systemd.run("systemctl", "start", UNIT)
+    assert len(_blocks_after_warm_starts(tmp_path)) == 2
+
+
+def _blocks_after_warm_starts(tmp_path: Path) -> list[int]:
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines() if line.startswith("{")]
+    return [line["blocks"] for line in lines if line["event"].startswith("warm start")]
+
+
 def test_invalid_configuration_is_not_retried(systemd: Systemd) -> None:
     """With exit code 78 the unit fails once and is not restarted."""
     systemd.run("sh", "-c", "echo 'regoin_size = 1' >> /etc/kvtier/kvtier.toml")
