@@ -992,13 +992,6 @@ MUTANTS = (
         " and record_pages == pages:",
     ),
     Mutant(
-        "a restart trusts damaged heads of parts",
-        Invariant.RESTART,
-        "core/slot_records.py",
-        "return tuple(fields) if crc32(_HEAD.pack(0, *fields)) == checksum else",
-        "return tuple(fields) if checksum else",
-    ),
-    Mutant(
         "a restart trusts damaged namespaces",
         Invariant.RESTART,
         "core/slot_records.py",
