@@ -155,7 +155,12 @@ class ServerProcess:
             assert self.alive, f"the server ended with {self._process and self._process.poll()}:\n{self.log[-3000:]}"
             return self._is_ready(backed=backed)
 
-        wait_until(is_ready, READY_SECONDS, otherwise=lambda: f"the server is not ready:\n{self.log[-3000:]}")
+        try:
+            wait_until(is_ready, READY_SECONDS, otherwise=lambda: "the server is not ready")
+        except AssertionError as error:
+            if self.alive:
+                self._log_stacks()
+            raise AssertionError(f"{error}:\n{self.log[-20_000:]}") from None
 
     def kill(self) -> None:
         """SIGKILL, and waits for the end."""
@@ -251,8 +256,12 @@ class ServerProcess:
         try:
             return self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.send_signal(signal.SIGABRT)  # the server then logs its stacks
-            self._process.wait(END_SECONDS)
-            with contextlib.suppress(AssertionError):  # another process logs them
-                wait_until(lambda: "stacks of the crash" in self.log, END_SECONDS)
+            self._log_stacks()
             raise AssertionError(f"the server does not end:\n{self.log[-20_000:]}") from None
+
+    def _log_stacks(self) -> None:
+        """Ends a process that hangs, and waits until the stacks of its threads are in the log."""
+        self._process.send_signal(signal.SIGABRT)
+        self._process.wait(END_SECONDS)
+        with contextlib.suppress(AssertionError):  # another process logs them
+            wait_until(lambda: "stacks of the crash" in self.log, END_SECONDS)
