@@ -21,6 +21,7 @@ REASONS = {
     "kvtier.cuda.host.socket_io": DAMAGE,
     "kvtier.protos.wire.part_digests": DAMAGE,
     "kvtier.protos.wire.socket_frames": DAMAGE,
+    "kvtier.tiers.core.slot_records": DAMAGE,
     "kvtier.tiers.disk.format": DAMAGE,
     "kvtier.tiers.lmdb.format": DAMAGE,
     "kvtier.tiers.lmdb.index_digest": DAMAGE,

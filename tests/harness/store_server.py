@@ -97,6 +97,8 @@ class RunningKeeper:
                 [*prefix, sys.executable, "-m", "kvtier.server", "keeper", "--socket", str(self.path), *flags],
                 stdin=subprocess.DEVNULL,
                 stderr=log if stderr is None else stderr,
+                # A background job of a shell, as the tests may be, ignores SIGINT.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no threads fork here
             )
 
     @property
