@@ -69,10 +69,10 @@ class WarmMemory:
         writers: Mapping[int, dict[str, socket.socket]] | None = None,
         opened: contextlib.ExitStack | None = None,
     ) -> None:
-        """Takes ownership of all arguments.
+        """Takes ownership of all arguments but `downgrades`.
 
-        `writers`: kept connections of an earlier server, by name and tag of their session. `opened`
-        closes the region and the records.
+        `writers`: kept connections of an earlier server, by the tag of their session and by name.
+        `opened` closes the records, and may close the region.
         """
         self.region = region
         self.records = records
@@ -139,7 +139,8 @@ class WarmMemory:
             return
         name = f"writer-{session_tag(session_id):016x}-{number}"
         is_kept = self._keep(self._store, name, connection)
-        self.records.count_unkept(0 if is_kept else 1)
+        if not is_kept:
+            self.records.count_unkept(1)
         ended = True
         try:
             yield

@@ -1,6 +1,7 @@
 """`kvtier keeper`: holds the memory of the CPU tier while the server restarts.
 
-This module imports only the standard library, so that the process stays small.
+Besides the standard library, it imports only modules without packages, so that the process stays
+small.
 """
 
 from __future__ import annotations

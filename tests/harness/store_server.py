@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["FakeSystemd", "RunningKeeper", "StoreServer"]
+__all__ = ["WAIT_SECONDS", "FakeSystemd", "RunningKeeper", "StoreServer", "contents"]
 
 _AS_INHERITED = """
 import fcntl, os, sys
@@ -327,6 +327,13 @@ def _main() -> None:
         except Exception as error:  # noqa: BLE001 - a test compares it
             result = f"{type(error).__name__}: {error}"
         print(json.dumps(result), flush=True)
+
+
+def contents(site: FakeSystemd | RunningKeeper) -> list[list[str]]:
+    """Returns names and texts that the next server takes. No server may run."""
+    with site.start() as server:
+        found: list[list[str]] = server.call("take")
+    return found
 
 
 if __name__ == "__main__":

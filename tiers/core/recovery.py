@@ -32,7 +32,8 @@ class RecoveredBlocks:
 
     Attributes:
         blocks: the recovered blocks, in the order in which they became complete.
-        lost: number of blocks whose record or namespace is damaged, or that lack a part.
+        lost: number of blocks that lack a part or their namespace, because it is damaged or a reset
+            was running, and of torn records.
         unusable_bytes: bytes of the slots to which clients of the earlier server may write.
     """
 
@@ -75,8 +76,9 @@ class FormerWriters:
         if freed:
             memory = self._cpu_tier.memory
             self.nbytes -= memory.slot_bytes_of(freed)
-            self._cpu_tier.records.free(sorted(freed))
-            memory.release(sorted(freed))
+            freed.sort()
+            self._cpu_tier.records.free(freed)
+            memory.release(freed)
             self._cpu_tier.made_room()
 
 
@@ -90,7 +92,7 @@ def recover_blocks(records: SlotRecords, cpu_tier: CpuTier, writers: FormerWrite
     found: dict[int, list[PartRecord]] = defaultdict(list)
     for extent in extents:
         for part in extent.parts:
-            found[part[1]].append(part)
+            found[part.number].append(part)
     blocks: list[tuple[int, int, Block]] = []
     used: set[int] = set()
     for number, spec in records.namespaces():
@@ -100,7 +102,7 @@ def recover_blocks(records: SlotRecords, cpu_tier: CpuTier, writers: FormerWrite
         added = cpu_tier.recover(spec, number, {key: slots for key, (_, slots) in whole.items()})
         blocks += [(age, slots[0], block) for (age, slots), block in zip(whole.values(), added, strict=True)]
         used.update(*(slots for _, slots in whole.values()))
-    result.lost += sum(map(len, found.values()))
+    result.lost += sum(len({part.key for part in parts}) for parts in found.values())
     blocks.sort(key=itemgetter(0, 1))
     _recover_extents(records, cpu_tier, writers, extents, used)
     for _, same_age in groupby(blocks, key=itemgetter(0)):

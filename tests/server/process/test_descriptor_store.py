@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness.polling import wait_until
-from harness.store_server import FakeSystemd, RunningKeeper
+from harness.store_server import FakeSystemd, RunningKeeper, contents
 
 from kvtier.server.process.descriptor_store import open_descriptor_store
 
@@ -29,16 +29,9 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
         yield store
 
 
-def _contents(site: Site) -> list[list[str]]:
-    """Returns what the next server takes. No server may run."""
-    with site.start() as server:
-        found: list[list[str]] = server.call("take")
-    return found
-
-
 class TestAnyStore:
     def test_an_empty_store_has_nothing(self, site: Site) -> None:
-        assert _contents(site) == []
+        assert contents(site) == []
 
     def test_memory_outlives_a_killed_server(self, site: Site) -> None:
         """The names may repeat. The next server reads the same bytes, as does the one after it."""
@@ -46,8 +39,8 @@ class TestAnyStore:
             for name, text in (("region", "first"), ("region", "second"), ("index-1", "third")):
                 assert server.call("memory", name, text) is None
         expected = [["index-1", "third"], ["region", "first"], ["region", "second"]]
-        assert _contents(site) == expected
-        assert _contents(site) == expected
+        assert contents(site) == expected
+        assert contents(site) == expected
 
     def test_descriptors_are_taken_once(self, site: Site) -> None:
         """The second call returns nothing, so that no descriptor has two owners."""
@@ -67,7 +60,7 @@ class TestAnyStore:
             server.call("memory", "old", "new")
             assert server.call("forget", "old") is None
             assert server.call("forget", "unknown") is None
-        assert _contents(site) == [["other", "other"]]
+        assert contents(site) == [["other", "other"]]
 
     def test_a_hang_up_drops_a_connection(self, site: Site) -> None:
         """With `until_hangup` the store drops it by itself, while a server runs and later."""
@@ -77,24 +70,24 @@ class TestAnyStore:
             server.call("memory", "region", "text")
             server.call("hang_up", "early")
         # The end of the server has closed the other end of the second connection.
-        wait_until(lambda: _contents(site) == [["region", "text"]])
+        wait_until(lambda: contents(site) == [["region", "text"]])
 
     def test_a_connection_stays_while_its_peer_lives(self, site: Site) -> None:
         with site.start() as server:
             server.call("socket", "engine")
             child = server.call("fork")  # has the other end
         try:
-            assert _contents(site) == [["engine", "socket"]]
+            assert contents(site) == [["engine", "socket"]]
         finally:
             os.kill(child, 9)
-        wait_until(lambda: _contents(site) == [])
+        wait_until(lambda: contents(site) == [])
 
     def test_an_ended_pipe_stays(self, site: Site) -> None:
         """Without `until_hangup` the store keeps a descriptor that has hung up."""
         with site.start() as server:
             server.call("ended_pipe", "events")
             server.call("socket", "engine")
-        wait_until(lambda: _contents(site) == [["events", "pipe"]])
+        wait_until(lambda: contents(site) == [["events", "pipe"]])
 
     def test_a_full_store_refuses(self, site: Site) -> None:
         """Descriptors of an earlier server count. `forget` makes room."""
@@ -107,7 +100,7 @@ class TestAnyStore:
             assert server.call("many", "more", 1) == [0, "OSError", errno.ENOSPC]
             server.call("forget", "new")
             assert server.call("many", "more", LIMIT) == [LIMIT - 1, "OSError", errno.ENOSPC]
-        assert len(_contents(site)) == LIMIT
+        assert len(contents(site)) == LIMIT
 
     def test_a_connection_that_ended_counts_until_it_is_forgotten(self, site: Site) -> None:
         with site.start() as server:
@@ -131,8 +124,8 @@ class TestAnyStore:
             server.call("memory", "region", "text")
             assert [server.call("close"), server.call("close")] == [None, None]
             if isinstance(site, RunningKeeper):
-                assert _contents(site) == [["region", "text"]]
-        assert _contents(site) == [["region", "text"]]
+                assert contents(site) == [["region", "text"]]
+        assert contents(site) == [["region", "text"]]
 
 
 @pytest.fixture

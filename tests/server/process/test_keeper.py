@@ -18,7 +18,7 @@ import pytest
 from harness.command_line import kvtier
 from harness.polling import stays, wait_until
 from harness.signals import stop
-from harness.store_server import WAIT_SECONDS, RunningKeeper, StoreServer
+from harness.store_server import WAIT_SECONDS, RunningKeeper, StoreServer, contents
 
 from kvtier.server.process.descriptor_store import DescriptorStoreError, open_descriptor_store
 
@@ -30,13 +30,6 @@ MANY = 3000
 def keeper(tmp_path: Path) -> Iterator[RunningKeeper]:
     with RunningKeeper(tmp_path) as running:
         yield running
-
-
-def _contents(keeper: RunningKeeper) -> list[list[str]]:
-    """Returns what the next server takes. No server may run."""
-    with keeper.start() as server:
-        found: list[list[str]] = server.call("take")
-    return found
 
 
 class _Raw:
@@ -117,7 +110,7 @@ class TestProcess:
 
     def test_the_end_of_its_terminal_does_not_end_it(self, keeper: RunningKeeper) -> None:
         keeper.process.send_signal(signal.SIGHUP)
-        assert _contents(keeper) == []
+        assert contents(keeper) == []
 
     def test_only_the_owner_can_connect(self, keeper: RunningKeeper) -> None:
         assert keeper.path.stat().st_mode & 0o777 == 0o600
@@ -126,12 +119,12 @@ class TestProcess:
         """The first one continues."""
         done = kvtier("keeper", "--socket", str(keeper.path), code=1)
         assert done.stderr == f"kvtier: error: unix:{keeper.path} is in use: another keeper listens there\n"
-        assert _contents(keeper) == []
+        assert contents(keeper) == []
 
     def test_the_socket_of_a_killed_keeper_is_replaced(self, tmp_path: Path) -> None:
         for _ in range(2):
             with RunningKeeper(tmp_path) as keeper:
-                assert _contents(keeper) == []
+                assert contents(keeper) == []
             assert keeper.path.exists()
 
     def test_another_file_is_not_replaced(self, tmp_path: Path) -> None:
@@ -161,7 +154,7 @@ class TestProcess:
             with RunningKeeper(tmp_path, stderr=writer, prefix=prefix) as keeper:
                 with keeper.start() as server:
                     server.call("memory", "region", "text")
-                assert _contents(keeper) == [["region", "text"]]
+                assert contents(keeper) == [["region", "text"]]
         finally:
             os.close(writer)
             if kind != "broken":
@@ -188,7 +181,7 @@ class TestServers:
                 f"the keeper at {keeper.path} refuses: another server is connected (process {server.pid})"
             )
             assert server.call("memory", "region", "text") is None
-        assert _contents(keeper) == [["region", "text"]]
+        assert contents(keeper) == [["region", "text"]]
 
     def test_what_a_killed_server_had_sent_is_read(self, keeper: RunningKeeper) -> None:
         """The keeper is stopped, so all messages are queued when the server is killed.
@@ -225,7 +218,7 @@ class TestServers:
             server.call("memory", "region", "text")
             child = server.call("fork")
         try:
-            assert _contents(keeper) == [["region", "text"]]
+            assert contents(keeper) == [["region", "text"]]
         finally:
             os.kill(child, signal.SIGKILL)
 
@@ -273,7 +266,7 @@ class TestServers:
                 stays(lambda: keeper.descriptors == before + 3, 0.5)
             wait_until(lambda: "forgotten: 1 descriptors" in keeper.log)
             wait_until(lambda: keeper.descriptors == before)
-            assert _contents(keeper) == []
+            assert contents(keeper) == []
 
     def test_the_log_has_a_line_per_event(self, keeper: RunningKeeper) -> None:
         with keeper.start() as server:
@@ -304,7 +297,7 @@ class TestServers:
                 code = 0 if connection.recv(100) == b"REFUSED=it belongs to user 65534" else 2
             os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert _contents(keeper) == []
+        assert contents(keeper) == []
 
 
 INVALID = {
@@ -359,7 +352,7 @@ class TestInvalidMessages:
                 assert other.greeting.startswith(b"REFUSED=another server is connected")
             with pytest.raises(BrokenPipeError):
                 raw.send(b"FDLIST=1")
-        assert _contents(keeper) == [["old", "text"]]
+        assert contents(keeper) == [["old", "text"]]
         wait_until(lambda: keeper.log.count("server gone") == 3)
         assert keeper.descriptors == before
         assert keeper.log.count("server ignored") == 1
@@ -378,7 +371,7 @@ class TestInvalidMessages:
         with _Raw(keeper, hello) as raw:
             assert raw.greeting == reason
             assert raw.receive() == b""
-        assert _contents(keeper) == []
+        assert contents(keeper) == []
 
     def test_descriptors_of_a_hello_are_closed(self, keeper: RunningKeeper) -> None:
         before = keeper.descriptors
@@ -394,7 +387,7 @@ class TestInvalidMessages:
             with keeper.start() as server:
                 assert server.call("memory", "region", "text") is None
             assert silent[0].receive() == b"REFUSED=too many connections without a hello"
-        assert _contents(keeper) == [["region", "text"]]
+        assert contents(keeper) == [["region", "text"]]
 
     @pytest.mark.slow
     def test_a_silent_connection_is_ended(self, keeper: RunningKeeper) -> None:
