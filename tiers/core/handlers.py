@@ -95,6 +95,7 @@ class CoreParts:
         self.describe, self.content_of = events.describe, events.contents.get
         self._cpu_tier = CpuTier(
             extent_bytes=extent_bytes,
+            pool_starts=settings.pool_starts,
             queues=settings.new_queues(CPU_TIER, self._region_bytes, self._now),
             history=self._history,
             spare_part=settings.spare_part,
@@ -258,7 +259,7 @@ def cpu_stats(cpu_tier: CpuTier, capacity_bytes: int, *, hits: int, misses: int)
         name=CPU_TIER,
         type=CPU_TIER,
         capacity_bytes=capacity_bytes,
-        available_bytes=cpu_tier.memory.available_bytes,
+        available_bytes=cpu_tier.memory.available_bytes(),
         used_bytes=cpu_tier.memory.used_bytes(),
         blocks=len(cpu_tier),
         hits=hits,

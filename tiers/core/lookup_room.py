@@ -166,7 +166,7 @@ class LookupRoom:
         mine = {*match.items[: first + 1], *(lookup.lease.items if lookup.lease is not None else ())}
         namespace = lookup.session.namespace.id
         share = self._cpu_tier.queues.shares.of(namespace)
-        most = min(self._pin_budget.lease_bound(namespace), self._cpu_tier.memory.available_bytes)
+        most = min(self._pin_budget.lease_bound(namespace), self._cpu_tier.memory.available_bytes(share.pool))
         nbytes: int = sum(block.allocated_bytes for block in mine if block is not None)
         return nbytes <= most and not (share.limit is not None and nbytes > share.limit)
 

@@ -84,6 +84,10 @@ class TierManager(CoreParts):
         self._lookups.remember_namespace(namespace.id, tenant)
         return session
 
+    def pool_of(self, namespace: NamespaceId) -> int:
+        """Returns the number of the memory pool of a namespace's tenant; 0 is the common one."""
+        return self._cpu_tier.queues.shares.of(namespace).pool
+
     def session(self, session_id: bytes) -> EngineSession:
         """Returns an open session. Raises UnknownSession."""
         if (session := self._sessions.get(session_id)) is None:

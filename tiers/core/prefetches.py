@@ -73,7 +73,7 @@ class PrefetchBudget:
 
     @property
     def limit_bytes(self) -> int:
-        return int(self._memory.available_bytes * MAX_LOADING_PART)
+        return int(self._memory.available_bytes() * MAX_LOADING_PART)
 
     def admitted(self, blocks: Sequence[Block]) -> Sequence[Block]:
         """Returns the leading blocks, all of one tenant, that may be loaded now."""

@@ -118,7 +118,11 @@ def recover_blocks(records: SlotRecords, cpu_tier: CpuTier, writers: FormerWrite
 def _whole(
     cpu_tier: CpuTier, spec: NamespaceSpec, parts: Iterable[PartRecord]
 ) -> dict[bytes, tuple[int, tuple[int, ...]]]:
-    """Returns age and slots of the blocks that have all parts and fit the namespace, by key."""
+    """Returns age and slots of the blocks that have all parts and fit the namespace, by key.
+
+    A part outside of the memory pool of the block's tenant does not fit.
+    """
+    pool = cpu_tier.queues.shares.of(spec.id).pool
     slot_bytes_of = {nbytes: cpu_tier.memory.slot_bytes_for(nbytes, spec.world_size) for nbytes in spec.part_bytes}
     slot_bytes = [slot_bytes_of[nbytes] for nbytes in spec.part_bytes]
     of_key: dict[bytes, list[PartRecord]] = defaultdict(list)
@@ -126,7 +130,7 @@ def _whole(
     for part in parts:
         age, _, key, rank, offset, size = part
         group = int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")
-        if group >= len(slot_bytes) or slot_bytes[group] != size:
+        if group >= len(slot_bytes) or slot_bytes[group] != size or cpu_tier.memory.pool_at(offset) != pool:
             continue
         if spec.world_size > 1:
             of_key[key].append(part)

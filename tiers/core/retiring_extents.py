@@ -31,7 +31,7 @@ SLICE = 512
 """Number of blocks of a retiring extent that are evicted at once: 1 ms."""
 
 _MOST_PART = 4
-"""The extents that retire at a time are at most this part of all. A tenant gets at most as many as
+"""The extents of a pool that retire at a time are at most this part of all. A tenant gets at most as many as
 are then left, so one tenant alone gets a half of them."""
 
 
@@ -89,11 +89,12 @@ class RetiringExtents:
         """Called when a tenant lacks this number of slots, and no block can be evicted for them."""
         coming = 0
         for each in self._all.values():
-            if each.size_class == size_class and (each.extent.next_class or not each.extent.used):
+            extent = each.extent
+            if (extent.pool, each.size_class) == (share.pool, size_class) and (extent.next_class or not extent.used):
                 each.is_wanted = True
                 coming += self._memory.extent_bytes // size_class
-        has_others = self._memory.extents_per_class().keys() - {size_class}
-        if coming < slots and has_others and self._may_begin(tenant):
+        has_others = self._memory.extents_per_class(share.pool).keys() - {size_class}
+        if coming < slots and has_others and self._may_begin(tenant, share.pool):
             self._wanted[tenant] = (share, size_class)
 
     def work(self) -> bool:
@@ -108,7 +109,7 @@ class RetiringExtents:
         extent = self._reclaimer.extent_to_retire(*wanted, self._all)
         if extent is None:
             self._in_vain.add(tenant)
-        elif self._may_begin(tenant):
+        elif self._may_begin(tenant, extent.pool):
             self._all[extent] = _Retirement(extent, wanted[1], tenant, self._now)
             self._memory.retire(extent, wanted[1])
             self._left = dict.fromkeys(self.blocks_in(extent))
@@ -157,12 +158,12 @@ class RetiringExtents:
         """Whether a slot of a block is in a retiring extent."""
         return any(slot is not None and self._memory.extent_at(slot).next_class for slot in block.slots)
 
-    def _may_begin(self, tenant: bytes) -> bool:
+    def _may_begin(self, tenant: bytes, pool: int) -> bool:
         if tenant in self._in_vain:
             return False
-        most = max(1, len(self._memory) // _MOST_PART)
-        own = sum(each.tenant == tenant for each in self._all.values())
-        return affordable(repeat(1, 1), free=most - len(self._all), own=own) > 0
+        most = max(1, self._memory.extents_in(pool) // _MOST_PART)
+        mine = [each.tenant == tenant for each in self._all.values() if each.extent.pool == pool]
+        return affordable(repeat(1, 1), free=most - len(mine), own=sum(mine)) > 0
 
     def _clear(self, blocks: Sequence[Block]) -> None:
         """Evicts blocks. A block that is being written or loaded stays until that has ended."""

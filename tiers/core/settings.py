@@ -34,6 +34,8 @@ class TierSettings:
         max_holds: limit for the holds of one tenant.
         estimates: whether to estimate the hit ratio of other tier sizes.
         content_bytes: limit of the memory for the token ids of blocks, for events.
+        pool_starts: offset at which each memory pool of the CPU tier begins: the common one, then
+            those of the tenants with `has_pool`, in their order.
     """
 
     eviction: Mapping[str, str] = field(default_factory=dict)
@@ -47,6 +49,7 @@ class TierSettings:
     max_holds: int = 4096
     estimates: bool = True
     content_bytes: int = 0
+    pool_starts: Sequence[int] = (0,)
 
     def check(self, tiers: Collection[str]) -> None:
         """Raises `ValueError` if a tier or policy does not exist."""

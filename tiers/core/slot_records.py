@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExtentRecords", "NoRecords", "PartRecord", "RecordsError", "SlotRecords", "session_tag"]
 
-LAYOUT = 1
+LAYOUT = 2
 """Version of the layout of the records, and of the region with its digests. A server uses no memory
 of another version."""
 
@@ -47,7 +47,7 @@ MAX_NAMESPACES = 16_384
 
 _MAGIC = b"kvtslots"
 _PAGE = 4096
-_HEADER = struct.Struct("<8sIIQQI")  # magic, layout, bytes per record, region, extent, checksum
+_HEADER = struct.Struct("<8sIIQQ16sI")  # magic, layout, bytes per record, region, extent, pools, checksum
 _UNKEPT_AT, _ATTEMPTS_AT = 64, 68
 
 MAX_ATTEMPTS = 5
@@ -142,14 +142,16 @@ class SlotRecords(NoRecords):
         region_bytes: int,
         extent_bytes: int,
         back: Callable[[int, int], bool] = lambda _, __: True,
+        pools: bytes = bytes(16),
     ) -> None:
         """`memory`: `size_bytes` bytes, either all zero or with records.
 
+        `pools`: 16 bytes that differ for regions whose memory pools have other sizes or tenants.
         `back` allocates the pages of a range, and returns whether it could: writing to a page that
         the kernel cannot allocate would end the process.
         """
         self._memory = memory
-        self._region_bytes, self._extent_bytes = region_bytes, extent_bytes
+        self._region_bytes, self._extent_bytes, self._pools = region_bytes, extent_bytes, pools
         self._back = back
         self._sizes = _sizes(region_bytes, extent_bytes)
         self._namespaces_at = _PAGE + self._sizes.classes
@@ -184,11 +186,13 @@ class SlotRecords(NoRecords):
 
     def check(self) -> None:
         """Raises RecordsError if the records are of another layout or region, or incomplete."""
-        magic, layout, record, region, extent, _ = _HEADER.unpack_from(self._memory)
+        magic, layout, record, region, extent, pools, _ = _HEADER.unpack_from(self._memory)
         if magic != _MAGIC or layout != LAYOUT or record != _RECORD.size:
             raise RecordsError(f"they have another layout than that of this version ({LAYOUT})")
         if (region, extent) != (self._region_bytes, self._extent_bytes):
             raise RecordsError(f"they belong to a region of {region} bytes, not {self._region_bytes}")
+        if pools != self._pools:
+            raise RecordsError("other tenants had memory of their own, or other amounts")
         if self._memory[: _HEADER.size] != self._header():
             raise RecordsError("their header is damaged")
         if _U32.unpack_from(self._memory, _UNKEPT_AT)[0]:
@@ -198,7 +202,7 @@ class SlotRecords(NoRecords):
         self._classes()
 
     def _header(self) -> bytes:
-        fields = _MAGIC, LAYOUT, _RECORD.size, self._region_bytes, self._extent_bytes
+        fields = _MAGIC, LAYOUT, _RECORD.size, self._region_bytes, self._extent_bytes, self._pools
         return _HEADER.pack(*fields, crc32(_HEADER.pack(*fields, 0)))
 
     def count_recovery(self, *, has_ended: bool = False) -> None:
@@ -321,9 +325,9 @@ class SlotRecords(NoRecords):
     def _records_of(self, extent: int, slot_bytes: int) -> ExtentRecords:
         found = ExtentRecords(extent * self._extent_bytes, slot_bytes)
         pages, first, count = slot_bytes // SLOT_ALIGNMENT, self._first_place(extent), self._extent_bytes // slot_bytes
-        states = self._read(self._states_at + first, count)
-        checks = struct.unpack(f"<{count}I", self._read(self._checks_at + first * _U32.size, count * _U32.size))
-        records = self._read(self._records_at + first * _RECORD.size, count * _RECORD.size)
+        states = bytes(self._memory[self._states_at + first :][:count])
+        checks = struct.unpack(f"<{count}I", self._memory[self._checks_at + first * _U32.size :][: count * _U32.size])
+        records = self._memory[self._records_at + first * _RECORD.size :][: count * _RECORD.size]
         offsets = range(found.offset, found.offset + count * slot_bytes, slot_bytes)
         head_before, fields = b"", (0, 0, 0, 0, 0, 0)
         for offset, state, check, (head, key) in zip(
@@ -402,9 +406,6 @@ class SlotRecords(NoRecords):
 
     def _write(self, position: int, data: bytes) -> None:
         self._memory[position : position + len(data)] = data
-
-    def _read(self, position: int, nbytes: int) -> bytes:
-        return bytes(self._memory[position : position + nbytes])
 
     def _namespace_at(self, place: int) -> int:
         return self._namespaces_at + place * _NAMESPACE_BYTES

@@ -15,9 +15,9 @@ from itertools import chain, filterfalse, islice
 from operator import attrgetter
 
 from ..eviction.queues import EvictionQueue, EvictionQueues
-from ..eviction.quotas import TenantShare, pick_victims
+from ..eviction.quotas import Quotas, TenantShare, pick_victims
 from .block import Block
-from .slot_allocator import Extent, SlotAllocator
+from .slot_allocator import Extent, SizeClass, SlotAllocator
 
 __all__ = ["SlotReclaimer", "SpareRoom"]
 
@@ -39,9 +39,9 @@ class SlotReclaimer:
         self._memory = memory
         self._lines = queues
         self._owners = owners
-        self._searched: Extent | None = None
-        """The extent at which the last search of `_any_idle_extent` ended."""
-        self._weighed: Extent | None = None
+        self._searched: dict[int, Extent] = {}
+        """The extent of each pool at which the last search of `_any_idle_extent` ended."""
+        self._weighed: dict[int, Extent] = {}
         """The same for `extent_to_retire`."""
 
     def victims(self, share: TenantShare, slot_bytes: int, count: int) -> list[Block]:
@@ -88,7 +88,10 @@ class SlotReclaimer:
         )
 
     def _donors(self, share: TenantShare, slot_bytes: int) -> Iterator[EvictionQueue[Block]]:
-        return (queue for queue in self._lines.of_class(slot_bytes) if queue.share is share or queue.share.excess > 0)
+        """Yields the queues of a class and a pool whose blocks a share may evict."""
+        for queue in self._lines.of_class(slot_bytes):
+            if queue.share is share or (queue.share.pool == share.pool and queue.share.excess > 0):
+                yield queue
 
     def _oldest(self, share: TenantShare, slot_bytes: int) -> int | None:
         """Returns the last use of the longest idle evictable block of a class."""
@@ -108,7 +111,9 @@ class SlotReclaimer:
             return None
         others: list[tuple[int, int, Block, EvictionQueue[Block]]] = []
         for number, queue in enumerate(self._lines.all()):
-            if queue.size_class == slot_bytes or not (with_own if queue.share is share else queue.share.excess > 0):
+            if queue.size_class == slot_bytes or queue.share.pool != share.pool:
+                continue
+            if not (with_own if queue.share is share else queue.share.excess > 0):
                 continue
             oldest = queue.oldest()
             if oldest is not None and (than is None or oldest.last_use < than):
@@ -130,10 +135,10 @@ class SlotReclaimer:
         if slot_bytes > self._memory.extent_bytes:
             return []
         examined = 0
-        for extent in self._memory.extents_after(self._searched):
+        for extent in self._memory.extents_after(self._searched.get(share.pool), share.pool):
             if examined >= _SEARCHED_SLOTS:
                 break
-            self._searched = extent
+            self._searched[share.pool] = extent
             examined += 1
             if extent.slot_bytes in (0, slot_bytes):
                 continue
@@ -156,13 +161,13 @@ class SlotReclaimer:
         takes from each class, if the extent has not only its own blocks.
         """
         is_within = share.quota - share.used >= slot_bytes
-        per_class = self._memory.extents_per_class()
+        per_class = self._memory.extents_per_class(share.pool)
         least = per_class[slot_bytes] + 2 if per_class[slot_bytes] else 1
         examined, found = 0, list[tuple[tuple[int, ...], Extent]]()
-        for extent in self._memory.extents_after(self._weighed):
+        for extent in self._memory.extents_after(self._weighed.get(share.pool), share.pool):
             if examined >= _SEARCHED_SLOTS:
                 break
-            self._weighed = extent
+            self._weighed[share.pool] = extent
             examined += 1
             is_larger = per_class[extent.slot_bytes] >= least
             if extent.slot_bytes in (0, slot_bytes) or extent in taken or not (is_larger or is_within):
@@ -223,47 +228,56 @@ class SlotReclaimer:
 class SpareRoom:
     """How many slots of each size class are freed in advance of a store."""
 
-    def __init__(self, memory: SlotAllocator, part: float) -> None:
-        """`part`: largest fraction of the memory that is freed in advance."""
+    def __init__(self, memory: SlotAllocator, part: float, shares: Quotas) -> None:
+        """`part`: largest fraction of each memory pool that is freed in advance.
+
+        Nothing is freed in advance in a pool of several shares: which of them must free memory
+        depends on the tenant of the next store.
+        """
         self._memory = memory
         self._part = part
-        self.under_pressure: set[int] = set()
+        self._shares = shares
+        self.under_pressure: set[SizeClass] = set()
         """Size classes for which a store found too few free slots. A class stays in the set until
         more than twice the slots of its last store are free."""
-        self.demand: dict[int, int] = {}
+        self.demand: dict[SizeClass, int] = {}
         """Per size class under pressure, the number of slots that its last store needed. `next`
         removes a class."""
 
-    def wanted(self, slot_bytes: int, count: int, *, has_enough: bool) -> None:
+    def wanted(self, size_class: SizeClass, count: int, *, has_enough: bool) -> None:
         """Called when a store has needed `count` slots."""
         if not has_enough:
-            self.under_pressure.add(slot_bytes)
-        if slot_bytes in self.under_pressure and self.slots(slot_bytes, count):
-            self.demand[slot_bytes] = count
+            self.under_pressure.add(size_class)
+        is_alone = self._shares.only_share_of(size_class[0]) is not None
+        if is_alone and size_class in self.under_pressure and self.slots(size_class, count):
+            self.demand[size_class] = count
 
-    def next(self) -> tuple[int, int]:
-        """Returns a size class with a demand, and how many slots it lacks."""
-        slot_bytes, count = self.demand.popitem()
-        free = self._memory.free_slots(slot_bytes)
-        missing = self.slots(slot_bytes, count) - free
+    def next(self) -> tuple[TenantShare, int, int]:
+        """Returns the share and slot size of a class with a demand, and how many slots it lacks."""
+        size_class, count = self.demand.popitem()
+        share = self._shares.only_share_of(size_class[0])
+        assert share is not None
+        free = self._memory.free_slots(size_class)
+        missing = self.slots(size_class, count) - free
         if missing <= 0 and free > 2 * count:
-            self.under_pressure.discard(slot_bytes)
-        return slot_bytes, missing
+            self.under_pressure.discard(size_class)
+        return share, size_class[1], missing
 
-    def slots(self, slot_bytes: int, count: int) -> int:
+    def slots(self, size_class: SizeClass, count: int) -> int:
         """Returns the slots to keep free for a store of `count` slots; 0 if that is too many.
 
-        The size classes under pressure share the spare part of the memory equally.
+        The size classes under pressure share the spare part of their pool equally.
         """
-        part = self._part / max(1, len(self.under_pressure))
-        most = int(part * self._memory.available_bytes / slot_bytes)
+        pool, slot_bytes = size_class
+        classes = sum(each == pool for each, _ in self.under_pressure)
+        most = int(self._part / max(1, classes) * self._memory.available_bytes(pool) / slot_bytes)
         return min(count, most, MAX_SPARE) if count <= _FEW_SPARES * most else 0
 
     def forget_classes(self, blocks_of: Callable[[int], object]) -> None:
-        """Forgets the demand of size classes without blocks, which shares the spare part."""
-        for slot_bytes in [each for each in self.under_pressure if not blocks_of(each)]:
-            self.under_pressure.discard(slot_bytes)
-            self.demand.pop(slot_bytes, None)
+        """Forgets the demand of slot sizes without blocks, which shares the spare part."""
+        for size_class in [each for each in self.under_pressure if not blocks_of(each[1])]:
+            self.under_pressure.discard(size_class)
+            self.demand.pop(size_class, None)
 
 
 def _evictable(queue: EvictionQueue[Block]) -> Iterator[Block]:

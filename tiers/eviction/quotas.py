@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -41,12 +42,15 @@ class Tenant:
         tag: prefix of the ids of its namespaces.
         quotas: guaranteed bytes; default 0.
         limits: upper limit in bytes; default: no limit.
+        has_pool: whether its quota of the CPU tier is a memory pool of its own, which no other
+            tenant uses.
     """
 
     name: str
     tag: bytes
     quotas: Mapping[str, int] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
+    has_pool: bool = False
 
 
 class RetentionBudget:
@@ -64,12 +68,14 @@ class RetentionBudget:
 class TenantShare:
     """Use of one tier, in bytes, by one tenant or by all tenants without a quota or limit."""
 
-    __slots__ = ("budget", "busy", "limit", "name", "quota", "retained", "used")
+    __slots__ = ("budget", "busy", "limit", "name", "pool", "quota", "retained", "used")
 
-    def __init__(self, name: str, quota: int, limit: int | None, budget: RetentionBudget) -> None:
+    def __init__(self, name: str, quota: int, limit: int | None, budget: RetentionBudget, pool: int = 0) -> None:
         self.name = name
         self.quota = quota
         self.limit = limit
+        self.pool = pool
+        """Number of the memory pool of its blocks in the CPU tier; 0 is the common one."""
         self.budget = budget
         """Limit of retained bytes. Tenants without a quota share one budget."""
         self.used = 0
@@ -96,12 +102,13 @@ class Quotas:
     """The tenant shares of one tier; the default share is the first."""
 
     def __init__(
-        self, tier: str, capacity_bytes: int, tenants: Iterable[Tenant] = (), *, retained_part: float = 0.5
+        self, tier: str, capacity_bytes: int, tenants: Sequence[Tenant] = (), *, retained_part: float = 0.5
     ) -> None:
         """`retained_part`: how much may be retained, as a fraction of each quota and of the rest.
 
         Raises QuotaError if the quotas exceed the capacity, ValueError for an invalid limit or tag.
         """
+        pools = {tenant.tag: number for number, tenant in enumerate(filter(_has_pool, tenants), start=1)}
         tenants = [tenant for tenant in tenants if tier in tenant.quotas or tier in tenant.limits]
         free = capacity_bytes - sum(tenant.quotas.get(tier, 0) for tenant in tenants)
         if free < 0:
@@ -117,19 +124,33 @@ class Quotas:
             if tenant.tag in self._by_tag:
                 raise ValueError(f"tenants {tenant.name} and {self._by_tag[tenant.tag].name} have the same tag")
             share = TenantShare(
-                tenant.name, quota, limit, RetentionBudget(int(quota * retained_part)) if quota else common
+                tenant.name,
+                quota,
+                limit,
+                RetentionBudget(int(quota * retained_part)) if quota else common,
+                pools.get(tenant.tag, 0),
             )
             self._by_tag[tenant.tag] = share
             self._all.append(share)
+        per_pool = Counter(share.pool for share in self._all)
+        self._only_shares = {share.pool: share for share in self._all if per_pool[share.pool] == 1}
 
     def of(self, namespace: NamespaceId) -> TenantShare:
         return self._by_tag.get(namespace[:TENANT_TAG_BYTES], self.rest)
+
+    def only_share_of(self, pool: int) -> TenantShare | None:
+        """Returns the share of a memory pool; None if several shares use it."""
+        return self._only_shares.get(pool)
 
     def __iter__(self) -> Iterator[TenantShare]:
         return iter(self._all)
 
     def __len__(self) -> int:
         return len(self._all)
+
+
+def _has_pool(tenant: Tenant) -> bool:
+    return tenant.has_pool
 
 
 def pick_victims(

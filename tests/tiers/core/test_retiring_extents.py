@@ -121,7 +121,7 @@ class Server:
 
     def retiring(self) -> list[int]:
         memory = self.core._cpu_tier.memory
-        return [extent.offset for extent in memory.extents_after(None) if extent.next_class]
+        return [extent.offset for extent in memory.extents_after(None, 0) if extent.next_class]
 
 
 def pinned(extents: list[list[int]]) -> list[int]:
@@ -354,9 +354,9 @@ def test_an_extent_that_the_class_does_not_use_goes_to_any_class() -> None:
     server.store(server.bob, 1)
     server.core.release(server.alice, lease.id)
     server.work()
-    assert server.core._cpu_tier.memory.extents_per_class()[LARGE] == 1
+    assert server.core._cpu_tier.memory.extents_per_class(0)[LARGE] == 1
     server.wait(GRACE_SECONDS + 2)
-    assert server.core._cpu_tier.memory.extents_per_class()[LARGE] == 0
+    assert server.core._cpu_tier.memory.extents_per_class(0)[LARGE] == 0
 
 
 def test_a_tenant_lets_few_extents_retire() -> None:
@@ -381,7 +381,7 @@ def test_a_tenant_waits_before_it_lets_a_further_extent_retire() -> None:
         assert lease is not None
         server.core.release(server.alice, lease.id)
         server.work()
-    per_class = server.core._cpu_tier.memory.extents_per_class()
+    per_class = server.core._cpu_tier.memory.extents_per_class(0)
     assert per_class[SMALL] == EXTENTS - 1
 
 

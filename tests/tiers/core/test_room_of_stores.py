@@ -267,7 +267,7 @@ def test_a_store_is_refused_only_if_nothing_can_be_evicted(seed: int) -> None:
             others = [block for block in ready_blocks(rig.core) if block.key not in names and not block.pins]
             assert all(block.queue.size_class != sizes[group] for block in others)
             memory, owners = rig.core._cpu_tier.memory, rig.core._cpu_tier._owners
-            for extent in memory.extents_after(None):
+            for extent in memory.extents_after(None, 0):
                 found = [owners[slot] for slot in memory.in_use(extent)]
                 assert any(block.pins or block.key in names for block in found)
     assert refusals

@@ -177,7 +177,7 @@ def test_promotions_fill_all_parts_in_one_step(monkeypatch: pytest.MonkeyPatch) 
 def test_size_classes_without_blocks_take_no_spare_room() -> None:
     rig = large_rig()
     cpu_tier = rig.core._cpu_tier
-    cpu_tier._spare.under_pressure.update(PAGE * size for size in range(2, 1000))
+    cpu_tier._spare.under_pressure.update((0, PAGE * size) for size in range(2, 1000))
     rig.core.tick(1)
     assert not cpu_tier._spare.under_pressure
 

@@ -52,7 +52,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(size=st.sampled_from(CLASSES), count=st.integers(0, 30))
     def allocate(self, size: int, count: int) -> None:
         room = self.room(size)
-        offsets = self.allocator.allocate(size, count)
+        offsets = self.allocator.allocate((0, size), count)
         assert len(offsets) == min(count, room)
         assert offsets == sorted(set(offsets))
         assert not self.retiring.keys() & {offset // EXTENT for offset in offsets}
@@ -63,7 +63,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(size=st.just(13 * PAGE), count=st.integers(1, 3))
     def allocate_more_than_an_extent(self, size: int, count: int) -> None:
-        assert self.allocator.allocate(size, count) == []
+        assert self.allocator.allocate((0, size), count) == []
 
     @rule(choice=st.randoms(use_true_random=False), part=st.sampled_from([0.1, 0.5, 1.0]))
     def release(self, choice: random.Random, part: float) -> None:
@@ -107,13 +107,13 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def books(self) -> None:
-        assert self.allocator.available_bytes == self.end
+        assert self.allocator.available_bytes() == self.end
         assert self.allocator.used_bytes() == sum(self.used.values())
         wanted = {number: self.retiring.get(number) or self.size_of(number) for number in range(self.end // EXTENT)}
-        assert self.allocator.extents_per_class() == Counter(wanted.values())
+        assert self.allocator.extents_per_class(0) == Counter(wanted.values())
         for size in CLASSES:
-            assert self.allocator.free_slots(size) == self.room(size)
-        for number, extent in enumerate(self.allocator.extents_after(None)):
+            assert self.allocator.free_slots((0, size)) == self.room(size)
+        for number, extent in enumerate(self.allocator.extents_after(None, 0)):
             mine = {offset for offset in self.used if offset // EXTENT == number}
             assert extent.offset == number * EXTENT
             assert self.allocator.in_use(extent) == mine
@@ -121,7 +121,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert extent.slot_bytes == self.size_of(number)
             assert extent.next_class == self.retiring.get(number, 0)
             assert self.allocator.extent_at(extent.offset + EXTENT - 1) is extent
-            assert [each.offset // EXTENT for each in self.allocator.extents_after(extent)] == [
+            assert [each.offset // EXTENT for each in self.allocator.extents_after(extent, 0)] == [
                 *range(number + 1, self.end // EXTENT),
                 *range(number + 1),
             ]

@@ -137,7 +137,7 @@ class TestNodes:
         region = HostRegion.create(16 * MIB)
         self.opened.callback(region.close)
         tier = self.tier(cluster, deadline)
-        tier.use_region(region.fd, region.address, region.size_bytes)
+        tier.use_region(region.pools, region.address, region.size_bytes)
         wait_until(lambda: checked(tier) is None)
         slots = [region.memory[at : at + MIB] for at in range(0, 16 * MIB, MIB)]
         blocks = [BlockBytes(SPACE, key(number), tuple(slots[2 * number : 2 * number + 2])) for number in range(8)]

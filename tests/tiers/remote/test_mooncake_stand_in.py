@@ -87,7 +87,7 @@ class TestMooncakeStandIn(KeyValueContract):
 def test_blocks_in_the_region_are_not_copied(tier: MooncakeTier) -> None:
     """Only headers are in other memory, if the block is not small."""
     with HostRegion.create(2 << 20) as region:
-        tier.use_region(region.fd, region.address, region.size_bytes)
+        tier.use_region(region.pools, region.address, region.size_bytes)
         slots = [region.memory[at : at + 256 * KIB] for at in range(0, 1024 * KIB, 256 * KIB)]
         block = BlockBytes(SPACE, key(1), tuple(slots[:2]))
         for part, data in zip(block.parts, content(1, (256 * KIB,) * 2), strict=True):

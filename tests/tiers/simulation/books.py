@@ -143,12 +143,15 @@ def _slots(core: TierManager, core_view: CoreView) -> Iterator[tuple[str, Any, A
     for offset, share in cpu_tier._detached.items():
         used[share.name] += memory.extent_at(offset).slot_bytes
     yield "owners of slots", cpu_tier._owners, owners
+    pools = {slot: block.queue.share.pool for slot, block in owners.items()}
+    yield "pools of slots", {slot: memory.extent_at(slot).pool for slot in owners}, pools
     yield "used bytes", +Counter({share.name: share.used for share in cpu_tier.queues.shares}), +used
-    with_room: dict[int, set[Any]] = {}
+    with_room: dict[tuple[int, int], set[Any]] = {}
     for extent in memory._extents.values():
         yield f"slots of {extent.offset}", extent.used + len(extent.free), len(memory.slots_of(extent))
         if extent.free and not extent.next_class:
-            with_room.setdefault(extent.slot_bytes, set()).add(extent)
-    yield "extents with room", {size: set(extents) for size, extents in memory._with_room.items()}, with_room
-    unclaimed = [extent for extent in memory._extents.values() if not extent.slot_bytes]
-    yield "unclaimed extents", (set(memory._unclaimed), len(memory._unclaimed)), (set(unclaimed), len(unclaimed))
+            with_room.setdefault((extent.pool, extent.slot_bytes), set()).add(extent)
+    yield "extents with room", {each: set(extents) for each, extents in memory._with_room.items()}, with_room
+    for pool, free in enumerate(memory._unclaimed):
+        unclaimed = [each for each in memory._extents.values() if not each.slot_bytes and each.pool == pool]
+        yield f"unclaimed extents of pool {pool}", (set(free), len(free)), (set(unclaimed), len(unclaimed))

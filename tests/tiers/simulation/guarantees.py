@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 from kvtier.tiers.core.block import Block
+from kvtier.tiers.core.settings import CPU_TIER
 from kvtier.tiers.negotiation import NamespaceId
 from kvtier.tiers.stats.snapshots import TierStats
 from kvtier.tiers.types import SLOT_ALIGNMENT, ShareStats
@@ -81,6 +82,8 @@ def _check_victims(world: World, tier: TierStats, names: Iterable[Name]) -> None
         victim = _share(tier, tenant)
         if victim is not taker:
             world.saw("room made by another tenant")
+            if tier.name == CPU_TIER and {victim.tenant, taker.tenant} & world.settings_model.with_pools:
+                raise Violation(Invariant.QUOTAS, f"{victim} made room for {taker} in another memory pool")
             if victim.used_bytes < victim.quota_bytes:
                 raise Violation(Invariant.QUOTAS, f"{tier.name}: {victim} made room for {taker}")
 
@@ -117,7 +120,8 @@ def _check_spare_room(world: World, gone: list[Block]) -> None:
     sizes = [block.allocated_bytes for block in gone]
     spare = world.settings_model.settings.spare_part * cpu.capacity_bytes
     world.saw("room made ahead")
-    if not spare or len(cpu.shares) > 1:
+    shares = world.core._cpu_tier.queues.shares
+    if not spare or any(shares.only_share_of(block.queue.share.pool) is None for block in gone):
         raise Violation(Invariant.RETAINED, f"{gone[0].key!r} went for no reason")
     if sum(sizes) - max(sizes) >= max(spare, EXTENT * max(len(block.slots) for block in world.gone)):
         raise Violation(Invariant.RETAINED, f"{sum(sizes)} bytes were evicted ahead, of {spare} at most")

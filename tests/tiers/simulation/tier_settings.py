@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from random import Random
 
 from kvtier.tiers.core.block import Block
@@ -14,7 +15,7 @@ from kvtier.tiers.negotiation import NamespaceId
 from kvtier.tiers.types import TENANT_TAG_BYTES
 
 from . import inspect as inside
-from .model import SPECS
+from .model import EXTENT, SPECS
 
 __all__ = ["TierSettingsModel", "random_settings", "tenant_of"]
 
@@ -25,16 +26,25 @@ def tenant_of(namespace: NamespaceId) -> str:
     return namespace[:1].decode()
 
 
-def random_settings(rng: Random, capacities: dict[str, int]) -> TierSettings:
-    """Returns random policies, TTLs, and tenants with quotas and limits."""
+def random_settings(rng: Random, capacities: dict[str, int], pools: Random) -> TierSettings:
+    """Returns random policies, TTLs, and tenants with quotas, limits and memory pools.
+
+    `pools`: random numbers for the memory pools.
+    """
+    has_pools = pools.random() < 0.3
     eviction = {tier: rng.choice(list(POLICIES)) for tier in capacities if rng.random() < 0.9}
     ttl = {tier: rng.choice(TTL_SECONDS) for tier in capacities if rng.random() < 0.2}
     tenants = []
     for spec in SPECS:
         quotas = {tier: size // rng.choice((3, 4, 8)) for tier, size in capacities.items() if rng.random() < 0.5}
         limits = {tier: size // 2 for tier, size in capacities.items() if rng.random() < 0.2}
-        if rng.random() < 0.4:
-            tenants.append(Tenant(tenant_of(spec.id), spec.id[:TENANT_TAG_BYTES], quotas, limits))
+        is_tenant, extents = rng.random() < 0.4, capacities[CPU_TIER] // pools.choice((3, 4, 8)) // EXTENT
+        if has_pool := has_pools and extents > 0 and pools.random() < 0.7:
+            quotas[CPU_TIER] = extents * EXTENT
+            limits.pop(CPU_TIER, None)
+        if is_tenant or has_pool:
+            tenants.append(Tenant(tenant_of(spec.id), spec.id[:TENANT_TAG_BYTES], quotas, limits, has_pool))
+    sizes = [tenant.quotas[CPU_TIER] for tenant in tenants if tenant.has_pool]
     below = [tier for tier in capacities if tier != CPU_TIER]
     return TierSettings(
         eviction=eviction,
@@ -46,6 +56,7 @@ def random_settings(rng: Random, capacities: dict[str, int]) -> TierSettings:
         held_part=rng.choice((0.0, 0.25, 0.5, 1.0)),
         max_holds=rng.choice((1, 3, 100)),
         spare_part=rng.choice((0.0, 1 / 64, 0.25)),
+        pool_starts=(0, *accumulate(sizes[:-1], initial=capacities[CPU_TIER] - sum(sizes)))[: len(sizes) + 1],
     )
 
 
@@ -54,6 +65,8 @@ class TierSettingsModel:
 
     def __init__(self, settings: TierSettings) -> None:
         self.settings = settings
+        self.with_pools = {tenant.name for tenant in settings.tenants if tenant.has_pool}
+        """Names of the tenants with a memory pool of their own."""
         self.takers: set[str] = set()
         """Tenants whose stores may evict blocks in this event."""
         self.used_at: dict[Block, float] = {}

@@ -57,6 +57,7 @@ class World:
         self.rng = random.Random(seed)
         self.only = only
         self._seed = seed
+        self._pools = random.Random(f"pools of {seed}")
         self.coverage = Counter(dict.fromkeys(EXERCISED, 0))
         self.now = self.rng.choice((1e6, 1e9))
         self.memory: dict[int, str] = {}
@@ -105,7 +106,7 @@ class World:
             tier.finished.clear()
             tier.capacity_bytes = self.rng.choice((20, 40, 80)) * 4096
         capacities = {CPU_TIER: self.region_bytes, **{tier.name: tier.capacity_bytes for tier in self.tiers}}
-        self.settings_model = TierSettingsModel(random_settings(self.rng, capacities))
+        self.settings_model = TierSettingsModel(random_settings(self.rng, capacities, self._pools))
         for policy in self.settings_model.settings.eviction.values():
             self.saw(f"policy {policy}")
         self.recorded = bytearray(SlotRecords.size_bytes(self.region_bytes, EXTENT))
@@ -137,9 +138,9 @@ class World:
         self.overdue: set[Block] = set()
         """Blocks in retiring extents whose pins the core may have ended in this event."""
         self.deleted: set[Name] = set()
+        """Blocks that a client has deleted in this event."""
         self.damaged: set[Block] = set()
         """Blocks that were found damaged. Those with pins are dropped later."""
-        """Blocks that a client has deleted in this event."""
         self.changed: set[tuple[bytes, str, str]] = set()
         self._evictions = [0] * (len(self.tiers) + 1)
         self._due: list[tuple[RequestRecord, list[Name]]] = []
