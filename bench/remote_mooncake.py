@@ -100,7 +100,7 @@ def _measure(report: Report, bare: _Bare, block_bytes: int, count: int, lmcache:
     with HostRegion.create(2 * total) as region, BareSockets() as sockets:
         region.back(0, 2 * total)
         region.memory[:total] = random.Random(1).randbytes(total)
-        tier.use_region(region.fd, region.address, region.size_bytes)
+        tier.use_region(region.pools, region.address, region.size_bytes)
         slots = [region.memory[at : at + block_bytes] for at in range(0, 2 * total, block_bytes)]
         places = [region.address + at for at in range(0, 2 * total, block_bytes)]
 

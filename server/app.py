@@ -198,7 +198,7 @@ class Server:
         access = load_access_control(config, self.downgrades)
         sockets = claim_sockets(config, closers)
         peers = make_peer_tier(config)
-        self._opening = loop.create_task(open_runtime(config, closers, peers, self.downgrades))
+        self._opening = loop.create_task(open_runtime(config, access, closers, peers, self.downgrades))
         runtime = self._runtime = await self._opening
         sessions = SessionRegistry(runtime, config.limits.max_sessions, access.rate_limiters)
         metrics, tracing = open_telemetry(config, runtime, sessions, started, closers)

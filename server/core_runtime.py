@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count, islice
@@ -61,10 +61,8 @@ _WRITERS_SECONDS = 3.0
 _STALLED_SECONDS = 5.0
 """Maximum time that `drain` waits for tiers with a stalled job."""
 _LATE_SECONDS = 1.0
-"""If a tick is late by more than this, the process was paused, including its running tier jobs.
-
-For `stall_seconds` the runtime then detects no new stall: the pause made the jobs late, not a tier.
-"""
+"""If a tick is late by more than this, the process was paused, and so were its tier jobs. For
+`stall_seconds` the runtime then detects no new stall, because no tier made the jobs late."""
 _RETRY_SECONDS = 1.0
 """Delay of the next slice of work after a slice that failed."""
 _ACTIVE_SECONDS = 0.05
@@ -137,12 +135,12 @@ class TierRuntime:
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Backs the first extent, starts a thread that backs the others, and starts the ticks."""
+        """Backs the first extent of each pool, starts a thread that backs the others, and starts the ticks."""
         self._loop = asyncio.get_running_loop()
         self.memory.recover(self.core)
-        first = min(self.extent_bytes, self.region.size_bytes)
-        if await asyncio.to_thread(self._back, 0, first):
-            self._backing = threading.Thread(target=self._back_from, args=(first,), name="kvtier-backing", daemon=True)
+        rounds = self.region.rounds(self.extent_bytes, max(self.extent_bytes, _BACKING_CHUNK_BYTES))
+        if await asyncio.to_thread(self._back_round, next(rounds)):
+            self._backing = threading.Thread(target=self._back_all, args=(rounds,), name="kvtier-backing", daemon=True)
             self._backing.start()
         self.core.tick(self.now())
         self._ticker = self._loop.create_task(self._tick())
@@ -405,11 +403,9 @@ class TierRuntime:
             if worker.stalled or self.now() >= self._stall_watch_from:
                 self.core.tier_stalled(number, stalled=worker.watch(self._stall_seconds))
 
-    def _back_from(self, start: int) -> None:
-        chunk = max(self.extent_bytes, _BACKING_CHUNK_BYTES)
-        for offset in range(start, self.region.size_bytes, chunk):
-            if self._closing.is_set() or not self._back(offset, min(chunk, self.region.size_bytes - offset)):
-                return
+    def _back_all(self, rounds: Iterable[Iterable[tuple[int, int]]]) -> None:
+        if not all(map(self._back_round, rounds)):
+            return
         placed = ",".join(map(str, self.region.nodes)) or "chosen by the kernel"
         if self.region.misplaced is not None:
             placed = f"chosen by the kernel: {self.region.misplaced}"
@@ -431,17 +427,23 @@ class TierRuntime:
             remedy = "permit the system call mbind, or set numa = off"
             self.downgrades.report("region", cause, remedy, subject="numa")
 
-    def _back(self, offset: int, nbytes: int) -> bool:
-        """Backs a range of the region and adds it to the core. Returns False if memory is short."""
-        try:
-            self.region.back(offset, nbytes)
-        except RegionError as error:
-            self._backing_error = f"only {offset} of {self.region.size_bytes} bytes are backed: {error}"
-            _log.error("region is smaller than configured", backed_bytes=offset, error=str(error))
-            remedy = "raise the memory limit, or lower region_size; docs/troubleshooting.md#kvtier-region-not-backed"
-            self.downgrades.report("region", self._backing_error, remedy, is_logged=False)
-            return False
-        self._call_loop(self._add_memory, offset, nbytes)
+    def _back_round(self, chunks: Iterable[tuple[int, int]]) -> bool:
+        """Backs chunks of the region and adds them to the core. Returns False if memory is short."""
+        for offset, nbytes in chunks:
+            if self._closing.is_set():
+                return False
+            try:
+                self.region.back(offset, nbytes)
+            except RegionError as error:
+                backed, size = self.region.backed_bytes, self.region.size_bytes
+                self._backing_error = f"only {backed} of {size} bytes are backed: {error}"
+                _log.error("region is smaller than configured", backed_bytes=backed, error=str(error))
+                remedy = (
+                    "raise the memory limit, or lower region_size; docs/troubleshooting.md#kvtier-region-not-backed"
+                )
+                self.downgrades.report("region", self._backing_error, remedy, is_logged=False)
+                return False
+            self._call_loop(self._add_memory, offset, nbytes)
         return True
 
     def _add_memory(self, offset: int, nbytes: int) -> None:

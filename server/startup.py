@@ -40,13 +40,14 @@ from .bulk.broker import BulkBroker
 from .bulk.supervisor import BulkProcess, bind_streams
 from .config.machine import max_grpc_connections
 from .config.schema import Config
-from .config.tenants import quota_error_text, tier_settings
+from .config.tenants import quota_error_text, tenants_of, tier_settings
 from .core_runtime import TierRuntime
 from .devices.registry import DeviceRegistry, has_gpu, unavailable_reason
 from .drain import Drain
 from .events.publisher import EventPublisher
 from .events.reader_process import ReaderProcess
 from .events.reader_sockets import PublisherError
+from .memory_pools import with_pools
 from .peers.peer_tier import PeerTier
 from .peers.sources import PeerSources, peer_credentials
 from .rpc.attach_socket import SUFFIX, AttachServer
@@ -196,12 +197,11 @@ def claim_sockets(config: Config, closers: AsyncExitStack) -> list[SocketClaim]:
 
 def make_peer_tier(config: Config) -> PeerTier | None:
     """Returns the tier that loads blocks from other servers; None if none may be named."""
-    peers = config.peers
-    return PeerTier(peers.deadline, peers.in_flight) if peers.servers else None
+    return PeerTier(config.peers.deadline, config.peers.in_flight) if config.peers.servers else None
 
 
 async def open_runtime(
-    config: Config, closers: AsyncExitStack, peers: PeerTier | None = None, downgrades: Downgrades | None = None
+    config: Config, access: AccessControl, closers: AsyncExitStack, peers: PeerTier | None, downgrades: Downgrades
 ) -> TierRuntime:
     region_bytes = config.region_size // PAGE_BYTES * PAGE_BYTES
     with _start_errors():
@@ -210,16 +210,17 @@ async def open_runtime(
     with contextlib.ExitStack() as opened:
         for tier in tiers:
             opened.callback(tier.close)
-        downgrades = downgrades or Downgrades()
+        sharing, others = access.tenants()
+        tenants, layout = with_pools(tenants_of(config, region_bytes, tiers), sharing, region_bytes, has_others=others)
         is_shared = any(type(tier).use_region is not SecondaryTier.use_region for tier in tiers)
         with _start_errors():
-            memory = await asyncio.to_thread(open_memory, config.keeper, region_bytes, downgrades, is_shared=is_shared)
+            memory = await asyncio.to_thread(open_memory, config.keeper, layout, downgrades, is_shared=is_shared)
         opened.callback(memory.close)
         with _start_errors():
             share_region(tiers, memory.region)
         try:
             memory.region.nodes = _memory_nodes(config.numa)
-            settings = tier_settings(config, region_bytes, tiers)
+            settings = tier_settings(config, tenants, layout.pool_starts)
             runtime = TierRuntime(
                 memory.region, tiers, settings, memory, stall_seconds=config.limits.tier_stall, downgrades=downgrades
             )

@@ -2,7 +2,7 @@
 
 A descriptor store keeps what the next server needs (`process/descriptor_store.py`):
 
-- `region` and `records`: the memory, and the records of its slots (`tiers/core/slot_records.py`).
+- `region-*` and `records`: the memory of each pool, and the records of its slots (`tiers/core/slot_records.py`).
 - `alive-*`: one end of a pipe. The server and each child process that maps the region have the
   other end. End of file means that all of them have ended, so none of them writes to the region.
 - `writer-*`: the connections of clients that map the region. The end of a connection means that
@@ -26,12 +26,15 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
-from ..cuda.host.region import HostRegion, RegionError, sealed_memory
+from ..cuda.host.region import HostRegion, Pool, RegionError
+from ..cuda.host.shared_memory import sealed_memory
 from ..tiers.core.manager import TierManager
 from ..tiers.core.slot_allocator import extent_bytes_for
 from ..tiers.core.slot_records import RecordsError, SlotRecords, session_tag
+from .memory_pools import MemoryLayout
 from .process.descriptor_store import DescriptorStore, DescriptorStoreError, open_descriptor_store
 from .telemetry.downgrades import Downgrades
 from .telemetry.logs import get_logger
@@ -185,7 +188,7 @@ class WarmMemory:
             _report(self._downgrades, f"the keeper does not answer: {error}")
 
 
-def open_memory(keeper: Path | None, region_bytes: int, downgrades: Downgrades, *, is_shared: bool) -> WarmMemory:
+def open_memory(keeper: Path | None, layout: MemoryLayout, downgrades: Downgrades, *, is_shared: bool) -> WarmMemory:
     """Returns the memory that an earlier server has left in the store, else new memory.
 
     `is_shared`: whether a tier has given the region to a process of its own, whose end the next
@@ -201,15 +204,15 @@ def open_memory(keeper: Path | None, region_bytes: int, downgrades: Downgrades, 
         _report(downgrades, "a tier shares the memory with a process of its own")
     elif store is not None:
         try:
-            return _open_kept(store, region_bytes, downgrades)
+            return _open_kept(store, layout, downgrades)
         except (DescriptorStoreError, RecordsError, OSError) as error:
             _report(downgrades, str(error))
     if store is not None:
         store.close()
-    return WarmMemory(HostRegion.create(region_bytes), downgrades)
+    return WarmMemory(layout.create_region(), downgrades)
 
 
-def _open_kept(store: DescriptorStore, region_bytes: int, downgrades: Downgrades) -> WarmMemory:
+def _open_kept(store: DescriptorStore, layout: MemoryLayout, downgrades: Downgrades) -> WarmMemory:
     """Returns the memory in the store, or new memory that the store keeps from now on.
 
     Raises DescriptorStoreError and `OSError` if the store fails.
@@ -220,24 +223,26 @@ def _open_kept(store: DescriptorStore, region_bytes: int, downgrades: Downgrades
             kept[name].append(descriptor)
             taken.callback(os.close, descriptor)
         try:
-            memory = _adopt(kept, region_bytes, store, downgrades)
+            memory = _adopt(kept, layout, store, downgrades)
         except _Cold as error:
             if kept:
                 _log.warning("cold start: the memory of the earlier server is not used", reason=str(error))
             for name in kept:
                 store.forget(name)
-            memory = _create(region_bytes, store, downgrades)
+            memory = _create(layout, store, downgrades)
     return memory
 
 
 def _adopt(
-    kept: Mapping[str, Sequence[int]], region_bytes: int, store: DescriptorStore, downgrades: Downgrades
+    kept: Mapping[str, Sequence[int]], layout: MemoryLayout, store: DescriptorStore, downgrades: Downgrades
 ) -> WarmMemory:
     """Raises _Cold if the kept memory cannot be used."""
     ended = [name for name in kept if name.startswith(f"{_ALIVE}-")]
-    if not ended or any(len(kept.get(name, ())) != 1 for name in (_REGION, _RECORDS)):
-        raise _Cold("it is not complete")
-    (region_fd,), (records_fd,) = kept[_REGION], kept[_RECORDS]
+    names = [name for name in kept if name.startswith(f"{_REGION}-")]
+    if not ended or not names or any(len(kept.get(name, ())) != 1 for name in (*names, _RECORDS)):
+        raise _Cold("it is not complete, or that of another version")
+    if set(names) != set(_pool_names(layout)):
+        raise _Cold("other tenants had memory of their own, or other amounts")
     deadline = time.monotonic() + _END_SECONDS
     for name in ended:
         poll = select.poll()
@@ -246,9 +251,11 @@ def _adopt(
             raise _Cold(f"processes of the earlier server have not ended within {_END_SECONDS:g} s")
     with contextlib.ExitStack() as opened:
         try:
-            region = HostRegion.attach(region_fd, region_bytes)
+            edges = pairwise((*layout.pool_starts, layout.region_bytes))
+            pools = [Pool(*edge, kept[name][0]) for edge, name in zip(edges, _pool_names(layout), strict=True)]
+            region = HostRegion.attach(pools, layout.region_bytes)
             opened.callback(region.close)
-            records = _records(records_fd, region_bytes, opened)
+            records = _records(kept[_RECORDS][0], layout, opened)
             records.check()
         except (RegionError, RecordsError) as error:
             raise _Cold(str(error)) from None
@@ -262,23 +269,28 @@ def _adopt(
         return WarmMemory(region, downgrades, store, records, writers, opened.pop_all())
 
 
-def _create(region_bytes: int, store: DescriptorStore, downgrades: Downgrades) -> WarmMemory:
+def _create(layout: MemoryLayout, store: DescriptorStore, downgrades: Downgrades) -> WarmMemory:
     with contextlib.ExitStack() as opened:
-        region = HostRegion.create(region_bytes)
+        region = layout.create_region()
         opened.callback(region.close)
-        size_bytes = SlotRecords.size_bytes(region_bytes, extent_bytes_for(region_bytes))
+        size_bytes = SlotRecords.size_bytes(layout.region_bytes, extent_bytes_for(layout.region_bytes))
         with _closing(sealed_memory(size_bytes, "kvtier-records")) as descriptor:
-            records = _records(descriptor, region_bytes, opened)
+            records = _records(descriptor, layout, opened)
             records.format()
-            store.keep(_REGION, region.fd)
+            for name, pool in zip(_pool_names(layout), region.pools, strict=True):
+                store.keep(name, pool.fd)
             store.keep(_RECORDS, descriptor)
         _stay_alive(region, store)
         return WarmMemory(region, downgrades, store, records, opened=opened.pop_all())
 
 
-def _records(descriptor: int, region_bytes: int, opened: contextlib.ExitStack) -> SlotRecords:
+def _pool_names(layout: MemoryLayout) -> list[str]:
+    return [f"{_REGION}-{number}" for number in range(len(layout.pool_starts))]
+
+
+def _records(descriptor: int, layout: MemoryLayout, opened: contextlib.ExitStack) -> SlotRecords:
     """Maps records. Raises RecordsError if they do not have the size for this region."""
-    extent_bytes = extent_bytes_for(region_bytes)
+    region_bytes, extent_bytes = layout.region_bytes, extent_bytes_for(layout.region_bytes)
     size_bytes = SlotRecords.size_bytes(region_bytes, extent_bytes)
     if os.fstat(descriptor).st_size != size_bytes:
         raise RecordsError("its records are those of another region_size or version")
@@ -292,7 +304,8 @@ def _records(descriptor: int, region_bytes: int, opened: contextlib.ExitStack) -
             return False
         return True
 
-    return SlotRecords(memoryview(mmap.mmap(own, size_bytes)), region_bytes, extent_bytes, back)
+    memory = memoryview(mmap.mmap(own, size_bytes))
+    return SlotRecords(memory, region_bytes, extent_bytes, back, layout.pool_owners)
 
 
 def _stay_alive(region: HostRegion, store: DescriptorStore) -> None:

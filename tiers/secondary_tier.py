@@ -172,12 +172,16 @@ class SecondaryTier(ABC):
         self.rules: Sequence[Rule] = DEFAULT_RULES
         """Configured voting rules, for `negotiation.vote`."""
 
-    def use_region(self, fd: int, address: int, size_bytes: int) -> None:  # noqa: B027 - the default does nothing
+    def use_region(  # noqa: B027 - the default does nothing
+        self, pools: Sequence[tuple[int, int, int]], address: int, size_bytes: int
+    ) -> None:
         """Receives the memory that has the parts of all blocks, before all other methods.
 
-        `fd` is shared memory, which this process has mapped at `address`. Both are valid until
-        `close` returns. A tier can register the memory with a device or map it in a process of its
-        own. Must not block. Tools that open a tier without a server do not call it.
+        This process has mapped the memory at `address`. It is composed of `pools`, which follow
+        each other: begin, end, and the descriptor of shared memory whose first bytes are those of
+        the range. All are valid until `close` returns. A tier can register the memory with a device
+        or map it in a process of its own. Must not block. Tools that open a tier without a server
+        do not call it.
         """
 
     def limitation(self) -> str | None:

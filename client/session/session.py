@@ -12,14 +12,14 @@ from operator import add
 from typing import Literal
 
 from ...cuda.host.pinning import Pin, Pinning
-from ...cuda.host.region import HostRegion, RegionError
+from ...cuda.host.region import HostRegion, Pool, RegionError
 from ...protos.v1 import common_pb2, session_pb2
 from ...protos.wire.socket_frames import (
     HEAD_BYTES,
     REGION_ANSWER_BYTES,
     Purpose,
     next_call_number,
-    unpack_region_bytes,
+    unpack_region_answer,
 )
 from ..errors import KVTierError, ServerError, SessionLost
 from .fork_guard import ForkGuarded
@@ -70,8 +70,8 @@ class Attachment:
                 if len(answer) != REGION_ANSWER_BYTES or not descriptors:
                     raise RegionError("the server refused to send its region")
                 answer_length(answer[:HEAD_BYTES], number)
-                size_bytes = unpack_region_bytes(message_of(answer[HEAD_BYTES:]))
-                region = HostRegion.attach(descriptors[0], size_bytes)
+                size_bytes, begin, end = unpack_region_answer(message_of(answer[HEAD_BYTES:]))
+                region = HostRegion.attach([Pool(begin, end, descriptors[0])], size_bytes)
             finally:
                 for descriptor in descriptors:
                     socket.close(descriptor)
@@ -167,12 +167,13 @@ class ClientSession(ForkGuarded):
             calls.close()
 
     def check_slots(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
-        """Raises `ServerError` if parts are not within the region. Copies check no addresses."""
+        """Raises `ServerError` if parts are not in the mapped pool. Copies check no addresses."""
         region = self.region
         if region is None:
             return
-        if len(offsets) != len(sizes) or max(map(add, offsets, sizes), default=0) > region.size_bytes:
-            raise ServerError("the server named slots that are not in its region")
+        begin, end = min(offsets, default=region.begin), max(map(add, offsets, sizes), default=0)
+        if len(offsets) != len(sizes) or begin < region.begin or end > region.end:
+            raise ServerError("the server named slots that are not in the memory of this client's tenant")
 
     def begin_use(self, user: weakref.ref[object]) -> None:
         """Keeps the region mapped and the slots reserved during a copy. Raises `SessionLost`."""

@@ -84,13 +84,14 @@ class Pinning:
         self._closed = False
 
     def pin(self, offset: int, length: int) -> bool:
-        """Pins one chunk, which starts at a multiple of PIN_CHUNK_BYTES. Allocates missing pages.
+        """Pins a range that crosses no multiple of PIN_CHUNK_BYTES. Allocates missing pages.
 
-        Returns False if the chunk cannot be pinned now and the caller must try again, else True.
-        Raises PinError if the driver refuses, and ValueError if the range is not one chunk.
+        Returns False if the range cannot be pinned now and the caller must try again, else True.
+        Raises PinError if the driver refuses, and ValueError if the range is not in one chunk.
         """
-        if offset % PIN_CHUNK_BYTES or not 0 < length <= PIN_CHUNK_BYTES or offset + length > self._memory.size_bytes:
-            raise ValueError(f"offset {offset} and length {length} are not one chunk of the memory")
+        end = offset + length
+        if not 0 <= offset < end <= min(self._memory.size_bytes, (offset // PIN_CHUNK_BYTES + 1) * PIN_CHUNK_BYTES):
+            raise ValueError(f"offset {offset} and length {length} are not in one chunk of the memory")
         with self._lock:
             if offset not in self._pinned and not self._refused:
                 if self._closed or not self._allowed():

@@ -1,6 +1,6 @@
 """Host region: shared memory of the server and all clients on its host.
 
-The server creates the region and passes its descriptor over a Unix socket; clients map the region.
+The server creates the region and passes descriptors over a Unix socket; clients map the region.
 Copies need no system calls. The first write to a page costs most: copies run at 1-3 GB/s into new
 4 KiB pages, but at memcpy speed into huge pages that `back` has allocated in advance. Measurements:
 `docs/decisions/0002-host-region.md`.
@@ -9,8 +9,9 @@ Behind the bytes of the region is a table with a digest per page (`HostRegion.di
 of the first page of a slot is the digest of the part in the slot, or 0 if its writer computed none
 (`docs/decisions/0069-digests-of-parts.md`).
 
-The region is mapped with `mmap(2)` and not with Python's module `mmap`, which cannot choose the
-address. Huge pages need an aligned mapping; otherwise MADV_COLLAPSE fails with EINVAL.
+A region consists of pools, one after the other. Each pool has a descriptor of its own, with the
+bytes of the pool and their digests. The server and its child processes map all pools. A client maps
+one, at its place in the region, so that all processes use the same offsets.
 """
 
 from __future__ import annotations
@@ -18,80 +19,81 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from .memory import available_bytes
 from .numa import place
+from .shared_memory import (
+    HUGE_PAGE_BYTES,
+    PAGE_BYTES,
+    RegionError,
+    advise,
+    backed_runs,
+    close_all,
+    map_ranges,
+    sealed_memory,
+)
 
-__all__ = ["DIGEST_PAGE_BYTES", "HUGE_PAGE_BYTES", "PAGE_BYTES", "HostRegion", "RegionError", "sealed_memory"]
-
-
-def _huge_page_bytes() -> int:
-    try:
-        return int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
-    except (OSError, ValueError):
-        return 2 << 20
-
-
-PAGE_BYTES = mmap.PAGESIZE
-"""Sizes and offsets of regions must be multiples of this."""
-
-HUGE_PAGE_BYTES = _huge_page_bytes()
-"""If offset and length of a chunk are multiples of this, the whole chunk can have huge pages."""
+__all__ = [
+    "DIGEST_PAGE_BYTES",
+    "HUGE_PAGE_BYTES",
+    "PAGE_BYTES",
+    "POOL_ALIGNMENT",
+    "HostRegion",
+    "Pool",
+    "RegionError",
+]
 
 DIGEST_PAGE_BYTES = 4096
 """Bytes of the region per digest. Slots begin at multiples of this."""
 
 _DIGEST_BYTES = 8
 
+POOL_ALIGNMENT = PAGE_BYTES // _DIGEST_BYTES * DIGEST_PAGE_BYTES
+"""Pools begin at multiples of this, so that they share no page of the digests."""
+
 _KEEP_FREE_BYTES = 256 << 20
 """`back` refuses to allocate if the host's available memory would fall below this."""
 
-_MFD_NOEXEC_SEAL = 0x8
-_MADV_DONTDUMP = 16
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
-_PROT_NONE = 0
-_MAP_FIXED = 0x10
-_MAP_NORESERVE = 0x4000
-_MAP_FAILED = ctypes.c_void_p(-1).value
-
-_libc = ctypes.CDLL(None, use_errno=True)  # CDLL, unlike PyDLL, releases the GIL during calls
-_mmap = _libc.mmap
-_mmap.restype = ctypes.c_void_p
-_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_munmap = _libc.munmap
-_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_madvise = _libc.madvise
-_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class RegionError(Exception):
-    """A host region cannot be created, mapped or backed; the message is for operators."""
+class Pool(NamedTuple):
+    """A range of a region, and the descriptor that has it."""
+
+    begin: int
+    end: int
+    fd: int
 
 
 class HostRegion:
-    """A shared mapping of a sealed memfd.
+    """A shared mapping of sealed memfds, one per pool.
 
-    Its size never changes, so access to `memory` cannot cause SIGBUS.
+    Their sizes never change, so access to the mapped pools cannot cause SIGBUS. Other offsets of
+    `memory` are not accessible.
 
-    `close` releases only the region's own view. The memory is unmapped and the descriptor closed
-    when the last view made from `memory` is released. Code that uses `address` must hold a view or
+    `close` releases only the region's own view. The memory is unmapped and the descriptors
+    closed when the last view made from `memory` is released. Code that uses `address` must hold a view or
     ensure that the region is open.
 
     Any thread may call. `back` and `populate` take long and release the GIL; all other methods may
     be called on an event loop.
     """
 
-    def __init__(self, fd: int, size_bytes: int) -> None:
-        """Takes ownership of `fd`, even if the call raises. Use `create` or `attach` instead."""
+    def __init__(self, pools: Sequence[Pool], size_bytes: int) -> None:
+        """Takes ownership of the descriptors, even if the call raises.
+
+        `pools`: those to map, which follow each other. Use `create` or `attach` instead.
+        """
         self.size_bytes = size_bytes
+        self.begin, self.end = pools[0].begin, pools[-1].end
+        """The mapped range of the region."""
         self.backed_bytes = 0
         """Bytes that `back` has backed so far."""
         self.huge_bytes = 0
@@ -103,15 +105,20 @@ class HostRegion:
         """Further descriptors that a child process must inherit if it maps the region."""
         self.misplaced: OSError | None = None
         """Why `back` could not place pages on `nodes`, so the kernel placed them; else None."""
-        self.address, memory = _map(fd, size_bytes + _table_bytes(size_bytes))
-        self._fd: int | None = fd
+        ranges = []
+        for begin, end, fd in pools:
+            first, last = self._table_range(begin, end)
+            ranges += [(begin, end, fd, 0), (first, last, fd, end - begin)]
+        self.address, memory = map_ranges(size_bytes + _table_bytes(size_bytes), ranges, [pool.fd for pool in pools])
+        self._pools: tuple[Pool, ...] | None = tuple(pools)
         self._memory: memoryview | None = memory[:size_bytes]
         self._digests: memoryview | None = memory[size_bytes:].cast("Q")
 
     @classmethod
-    def create(cls, size_bytes: int, name: str = "kvtier") -> HostRegion:
+    def create(cls, size_bytes: int, name: str = "kvtier", pool_starts: Sequence[int] = (0,)) -> HostRegion:
         """Creates a region without pages; `name` is shown in /proc/PID/maps.
 
+        `pool_starts`: where each pool begins, in ascending multiples of `POOL_ALIGNMENT` from 0 on.
         Raises `RegionError` if the kernel refuses or the size is not a positive multiple of
         `PAGE_BYTES`.
         """
@@ -119,41 +126,69 @@ class HostRegion:
             raise RegionError(
                 f"the size of a region must be a positive multiple of {PAGE_BYTES} bytes, not {size_bytes}"
             )
-        return cls(sealed_memory(size_bytes + _table_bytes(size_bytes), name), size_bytes)
+        pools: list[Pool] = []
+        try:
+            pools.extend(
+                Pool(begin, end, sealed_memory(end - begin + _table_bytes(end - begin), name))
+                for begin, end in pairwise((*pool_starts, size_bytes))
+            )
+        except RegionError:
+            close_all([pool.fd for pool in pools])
+            raise
+        return cls(pools, size_bytes)
 
     @classmethod
-    def attach(cls, fd: int, size_bytes: int) -> HostRegion:
-        """Maps a descriptor received from the server. The caller still owns `fd` and may close it.
+    def attach(cls, pools: Sequence[Pool], size_bytes: int) -> HostRegion:
+        """Maps one or all pools of a region of the server.
 
-        Raises `RegionError` if `fd` is not writable shared memory of exactly this size that is
-        sealed against shrinking. Without the seal a peer could shrink the memory, and every access
-        to the missing pages would cause SIGBUS.
+        The caller still owns the descriptors and may close them. Raises `RegionError` if they are
+        not writable shared memory of exactly these sizes that is sealed against shrinking. Without
+        the seal a peer could shrink the memory, and every access to the missing pages would cause
+        SIGBUS.
         """
+        own: list[Pool] = []
         try:
-            size = os.fstat(fd).st_size
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        except OSError as error:
-            raise RegionError(f"descriptor {fd} is not shared memory: {error}") from error
-        if size_bytes <= 0 or size_bytes % PAGE_BYTES or size != size_bytes + _table_bytes(size_bytes):
-            raise RegionError(f"the shared memory has {size} bytes, not those of the announced region of {size_bytes}")
-        if not seals & fcntl.F_SEAL_SHRINK:
-            raise RegionError("the region is not sealed against shrinking")
-        try:
-            own = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
-        except OSError as error:
+            for pool in pools:
+                _check(pool, size_bytes)
+                own.append(pool._replace(fd=fcntl.fcntl(pool.fd, fcntl.F_DUPFD_CLOEXEC, 0)))
+        except (OSError, RegionError) as error:
+            close_all([pool.fd for pool in own])
+            if isinstance(error, RegionError):
+                raise
             raise RegionError(f"cannot keep the region's descriptor: {error}") from error
         return cls(own, size_bytes)
 
+    @classmethod
+    def inherit(cls, text: str, size_bytes: int) -> HostRegion:
+        """Maps a region that the parent process has described, and closes its descriptors.
+
+        `text` is that of `for_child`. Raises `RegionError`.
+        """
+        pools = [Pool(*map(int, pool.split("-"))) for pool in text.split(",")]
+        try:
+            return cls.attach(pools, size_bytes)
+        finally:
+            close_all([pool.fd for pool in pools])
+
     @property
-    def fd(self) -> int:
-        """The descriptor. Raises `RegionError` after `close`."""
-        if self._fd is None:
+    def pools(self) -> tuple[Pool, ...]:
+        """The mapped pools. Raises `RegionError` after `close`."""
+        if self._pools is None:
             raise RegionError("the region is closed")
-        return self._fd
+        return self._pools
+
+    @property
+    def for_child(self) -> tuple[str, list[int]]:
+        """Returns the text for `inherit` in a child process, and what the process must inherit."""
+        text = ",".join("-".join(map(str, pool)) for pool in self.pools)
+        return text, [*(pool.fd for pool in self.pools), *self.inherited]
 
     @property
     def memory(self) -> memoryview:
-        """The whole region: flat, writable, format 'B'. Raises `RegionError` after `close`."""
+        """The whole region: flat, writable, format 'B'.
+
+        Only the bytes from `begin` to `end` may be accessed. Raises `RegionError` after `close`.
+        """
         if self._memory is None:
             raise RegionError("the region is closed")
         return self._memory
@@ -172,6 +207,17 @@ class HostRegion:
     def closed(self) -> bool:
         return self._memory is None
 
+    def rounds(self, first_bytes: int, chunk_bytes: int) -> Iterator[list[tuple[int, int]]]:
+        """Yields the chunks to `back`, of each pool one in a round: offset and length.
+
+        The chunks of the first round have `first_bytes`, those of later ones `chunk_bytes`.
+        """
+        left = [(begin, end) for begin, end, _ in self.pools]
+        while left := [(begin, end) for begin, end in left if begin < end]:
+            yield [(begin, min(first_bytes, end - begin)) for begin, end in left]
+            left = [(begin + first_bytes, end) for begin, end in left]
+            first_bytes = chunk_bytes
+
     def back(self, offset: int, length: int) -> None:
         """Allocates the pages of a chunk, huge ones if available; existing bytes are kept.
 
@@ -184,35 +230,42 @@ class HostRegion:
         """
         with self._held():
             self._check(offset, length)
-            missing = length - sum(size for _, size in self._backed_runs(offset, length))
-            if not missing:  # an earlier server has backed it
-                self._advise(offset, length, _MADV_POPULATE_WRITE)
-                self.backed_bytes += length
-                return
-            _require_memory(missing)
-            self._place(offset, length)
-            first, last = self._table_range(offset, length)
-            try:
-                # Without its pages, a digest in a full cgroup would end a process with SIGBUS.
-                os.posix_fallocate(self.fd, first, last - first)
-                huge = self._collapse(offset, length)
-                os.posix_fallocate(self.fd, offset, length)  # small pages for the rest
-            except OSError as error:
-                raise RegionError(f"cannot back {length} bytes at {offset}: {error.strerror}") from error
-            if huge < length:
-                # Clears the pages now, at 2 GB/s, instead of at the first access during a request.
-                self._advise(offset, length, _MADV_POPULATE_WRITE)
+            for pool, first, nbytes in self._pieces(offset, length):
+                self._back(pool, first, nbytes)
+
+    def _back(self, pool: Pool, offset: int, length: int) -> None:
+        missing = length - sum(size for _, size in backed_runs(pool.fd, offset - pool.begin, length))
+        if not missing:  # an earlier server has backed it
+            self._advise(offset, length, _MADV_POPULATE_WRITE)
+            self.backed_bytes += length
+            return
+        _require_memory(missing)
+        self._place(offset, length)
+        first, last = self._table_range(offset, offset + length)
+        table_at = pool.end - pool.begin + first - self._table_range(pool.begin, pool.end)[0]
+        try:
+            # Without its pages, a digest in a full cgroup would end a process with SIGBUS.
+            os.posix_fallocate(pool.fd, table_at, last - first)
+            huge = self._collapse(pool, offset, length)
+            os.posix_fallocate(pool.fd, offset - pool.begin, length)  # small pages for the rest
+        except OSError as error:
+            raise RegionError(f"cannot back {length} bytes at {offset}: {error.strerror}") from error
+        if huge < length:
+            # Clears the pages now, at 2 GB/s, instead of at the first access during a request.
+            self._advise(offset, length, _MADV_POPULATE_WRITE)
         self.backed_bytes += length
         self.huge_bytes += huge
 
     def count_huge_pages(self) -> None:
         """Sets `huge_bytes` of a region that an earlier server has backed, as the kernel counts."""
+        self.huge_bytes, is_ours = 0, False
         with suppress(OSError, ValueError), Path("/proc/self/smaps").open() as lines:
             for line in lines:
-                if line.startswith(f"{self.address:x}-"):
-                    break
-            found = next((line for line in lines if line.startswith("ShmemPmdMapped:")), None)
-            self.huge_bytes = int(found.split()[1]) << 10 if found is not None else 0
+                name, *values = line.split()
+                if not name.endswith(":"):  # the first line of a mapping
+                    is_ours = 0 <= int(name.split("-")[0], 16) - self.address < self.size_bytes
+                elif is_ours and name == "ShmemPmdMapped:":
+                    self.huge_bytes += int(values[0]) << 10
 
     def populate(self, offset: int, length: int) -> int:
         """Enters backed pages into this process's page table; returns how many bytes are backed.
@@ -224,14 +277,15 @@ class HostRegion:
         backed = 0
         with self._held():
             self._check(offset, length)
-            for start, size in self._backed_runs(offset, length):
-                self._advise(start, size, _MADV_POPULATE_WRITE)
-                backed += size
+            for pool, first, nbytes in self._pieces(offset, length):
+                for start, size in backed_runs(pool.fd, first - pool.begin, nbytes):
+                    self._advise(pool.begin + start, size, _MADV_POPULATE_WRITE)
+                    backed += size
         return backed
 
     def close(self) -> None:
         """Releases the region's own view; the memory is unmapped with the last view. Idempotent."""
-        self._fd = None
+        self._pools = None
         views = self._memory, self._digests
         self._memory = self._digests = None
         for view in filter(None, views):
@@ -246,23 +300,31 @@ class HostRegion:
         self.close()
 
     def _held(self) -> memoryview:
-        """A view that keeps `address` and `fd` valid during system calls."""
+        """A view that keeps `address` and `pools` valid during system calls."""
         return self.memory[:]
 
     def _check(self, offset: int, length: int) -> None:
-        if offset < 0 or length <= 0 or offset + length > self.size_bytes or offset % PAGE_BYTES or length % PAGE_BYTES:
+        is_inside = self.begin <= offset < offset + length <= self.end
+        if not is_inside or offset % PAGE_BYTES or length % PAGE_BYTES:
             raise RegionError(
-                f"offset {offset} and length {length} must be whole pages inside the region of {self.size_bytes} bytes"
+                f"offset {offset} and length {length} must be whole pages between {self.begin} and {self.end}"
             )
 
-    def _table_range(self, offset: int, length: int) -> tuple[int, int]:
-        """Returns begin and end, in the descriptor, of the pages with the digests of a chunk."""
-        first = offset // DIGEST_PAGE_BYTES * _DIGEST_BYTES // PAGE_BYTES * PAGE_BYTES
-        last = -(-(offset + length) // DIGEST_PAGE_BYTES) * _DIGEST_BYTES
+    def _pieces(self, offset: int, length: int) -> Iterator[tuple[Pool, int, int]]:
+        """Yields the parts of a chunk that are in each pool, with their offset and length."""
+        for pool in self.pools:
+            first, last = max(offset, pool.begin), min(offset + length, pool.end)
+            if first < last:
+                yield pool, first, last - first
+
+    def _table_range(self, begin: int, end: int) -> tuple[int, int]:
+        """Returns begin and end, in the mapping, of the pages with the digests of a range."""
+        first = begin // DIGEST_PAGE_BYTES * _DIGEST_BYTES // PAGE_BYTES * PAGE_BYTES
+        last = -(-end // DIGEST_PAGE_BYTES) * _DIGEST_BYTES
         return self.size_bytes + first, self.size_bytes + -(-last // PAGE_BYTES) * PAGE_BYTES
 
     def _advise(self, offset: int, length: int, advice: int) -> bool:
-        return bool(_madvise(self.address + offset, length, advice) == 0)
+        return advise(self.address + offset, length, advice)
 
     def _place(self, offset: int, length: int) -> None:
         end = offset + length
@@ -275,7 +337,7 @@ class HostRegion:
                 self.misplaced = error
                 return
 
-    def _collapse(self, offset: int, length: int) -> int:
+    def _collapse(self, pool: Pool, offset: int, length: int) -> int:
         """Makes as many huge pages of a chunk as possible; returns their bytes.
 
         MADV_COLLAPSE ignores the setting `shmem_enabled`. If a range has only one small page,
@@ -285,105 +347,40 @@ class HostRegion:
         first = -(-offset // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         last = (offset + length) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         starts = range(first, last, HUGE_PAGE_BYTES)
-        if not starts or not self._supports_collapse(first):
+        if not starts or not self._supports_collapse(pool, first):
             return 0
         for start in starts:
-            os.posix_fallocate(self.fd, start, PAGE_BYTES)
+            os.posix_fallocate(pool.fd, start - pool.begin, PAGE_BYTES)
         if self._advise(first, last - first, _MADV_COLLAPSE):
             return last - first
         # The call stopped at the first range that got no huge page, so try the ranges one by one.
         return sum(self._advise(start, HUGE_PAGE_BYTES, _MADV_COLLAPSE) for start in starts) * HUGE_PAGE_BYTES
 
-    def _supports_collapse(self, start: int) -> bool:
+    def _supports_collapse(self, pool: Pool, start: int) -> bool:
         """Whether MADV_COLLAPSE works. Kernels before 6.1 or without huge pages return EINVAL."""
-        os.posix_fallocate(self.fd, start, PAGE_BYTES)
+        os.posix_fallocate(pool.fd, start - pool.begin, PAGE_BYTES)
         return self._advise(start, HUGE_PAGE_BYTES, _MADV_COLLAPSE) or ctypes.get_errno() != errno.EINVAL
 
-    def _backed_runs(self, offset: int, length: int) -> Iterator[tuple[int, int]]:
-        end = offset + length
-        while offset < end:
-            try:
-                start = os.lseek(self.fd, offset, os.SEEK_DATA)
-                stop = os.lseek(self.fd, start, os.SEEK_HOLE)
-            except OSError:  # ENXIO: no data from here on
-                return
-            if start >= end:
-                return
-            yield start, min(stop, end) - start
-            offset = stop
+
+def _check(pool: Pool, size_bytes: int) -> None:
+    """Raises `RegionError` if a pool is not one of a region of this size."""
+    begin, end, fd = pool
+    try:
+        size = os.fstat(fd).st_size
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise RegionError(f"descriptor {fd} is not shared memory: {error}") from error
+    if not 0 <= begin < end <= size_bytes or begin % POOL_ALIGNMENT or end % PAGE_BYTES:
+        raise RegionError(f"the announced range from {begin} to {end} is not one of a region of {size_bytes} bytes")
+    if size != end - begin + _table_bytes(end - begin):
+        raise RegionError(f"the shared memory has {size} bytes, not the size for {end - begin} bytes of a region")
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise RegionError("the region is not sealed against shrinking")
 
 
 def _table_bytes(size_bytes: int) -> int:
     """Returns the size of the digests of a region, in whole pages."""
     return -(-size_bytes // DIGEST_PAGE_BYTES * _DIGEST_BYTES // PAGE_BYTES) * PAGE_BYTES
-
-
-def sealed_memory(size_bytes: int, name: str) -> int:
-    """Creates shared memory without pages, whose size cannot change; returns its descriptor.
-
-    Raises `RegionError`.
-    """
-    try:
-        fd = _memfd(name)
-    except OSError as error:
-        raise RegionError(f"cannot create shared memory: {error}") from error
-    try:
-        os.fchmod(fd, 0o600)
-        os.ftruncate(fd, size_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except OSError as error:
-        os.close(fd)
-        raise RegionError(f"cannot create {size_bytes} bytes of shared memory: {error}") from error
-    return fd
-
-
-def _memfd(name: str) -> int:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
-        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # EINVAL: a kernel before 6.3 does not know the flag
-            raise
-        return os.memfd_create(name, flags)
-
-
-def _map(fd: int, size_bytes: int) -> tuple[int, memoryview]:
-    """Maps a descriptor and takes ownership. Releasing the last view unmaps and closes it."""
-    try:
-        address = _map_aligned(fd, size_bytes)
-    except BaseException:
-        os.close(fd)
-        raise
-    _madvise(address, size_bytes, _MADV_DONTDUMP)  # keeps cached data out of core dumps
-    array = (ctypes.c_char * size_bytes).from_address(address)
-    weakref.finalize(array, _unmap, address, size_bytes, fd).atexit = False
-    return address, memoryview(array).cast("B")
-
-
-def _map_aligned(fd: int, size_bytes: int) -> int:
-    """Maps a descriptor at a multiple of the huge page size, inside of a larger reservation."""
-    spare = HUGE_PAGE_BYTES
-    reserved = _mmap(
-        None, size_bytes + spare, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0
-    )
-    if reserved == _MAP_FAILED:
-        raise RegionError(f"no address space for {size_bytes} bytes: {os.strerror(ctypes.get_errno())}")
-    address: int = -(-reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    if _mmap(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == _MAP_FAILED:
-        reason = os.strerror(ctypes.get_errno())
-        _munmap(reserved, size_bytes + spare)
-        raise RegionError(f"cannot map {size_bytes} bytes of shared memory: {reason}")
-    before = address - reserved
-    if before:
-        _munmap(reserved, before)
-    if spare > before:
-        _munmap(address + size_bytes, spare - before)
-    return address
-
-
-def _unmap(address: int, size_bytes: int, fd: int) -> None:
-    _munmap(address, size_bytes)
-    os.close(fd)
 
 
 def _require_memory(length: int) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from .pinning import PIN_CHUNK_BYTES, PinError, Pinning
+from .pinning import PinError, Pinning, split_at_chunks
 from .region import HostRegion, RegionError
 
 __all__ = ["warm_up"]
@@ -34,10 +34,7 @@ def warm_up(
     cgroup. If the driver refuses to pin a chunk, calls ``refused`` and pins no more. Returns when
     all is done or ``over()`` is true.
     """
-    unbacked = [
-        (start, min(PIN_CHUNK_BYTES, region.size_bytes - start))
-        for start in range(0, region.size_bytes, PIN_CHUNK_BYTES)
-    ]
+    unbacked = list(split_at_chunks(region.begin, region.end - region.begin))
     unpinned: list[_Chunk] = []
     rounds = 0
     with contextlib.suppress(RegionError):  # the region was closed

@@ -55,7 +55,7 @@ __all__ = [
     "unpack_data_head",
     "unpack_head",
     "unpack_hello",
-    "unpack_region_bytes",
+    "unpack_region_answer",
 ]
 
 _MAGIC: Final = b"KVT3"
@@ -63,7 +63,7 @@ _HELLO: Final = struct.Struct("<4sB16sQQH")
 _HEAD: Final = struct.Struct("<IBQ")
 _DATA: Final = struct.Struct("<IBQQQ")
 _CHECK: Final = struct.Struct("<I")
-_REGION: Final = struct.Struct("<Q")
+_REGION: Final = struct.Struct("<3Q")  # size of the region, begin and end of the client's pool
 
 HELLO_BYTES: Final = _HELLO.size
 """Bytes of a hello without its token."""
@@ -234,16 +234,20 @@ def unpack_answer(body: bytes) -> tuple[int, bytes]:
     return body[0], body[1:]
 
 
-def pack_region_answer(number: int, size_bytes: int) -> bytes:
-    """Returns the answer to a hello for the region. It is sent together with the descriptor."""
-    return pack_answer(number, 0, _REGION.pack(size_bytes))
+def pack_region_answer(number: int, size_bytes: int, begin: int, end: int) -> bytes:
+    """Returns the answer to a hello for the region. It is sent together with the descriptor.
+
+    `begin` and `end`: the range of the region that the descriptor has.
+    """
+    return pack_answer(number, 0, _REGION.pack(size_bytes, begin, end))
 
 
-def unpack_region_bytes(message: bytes) -> int:
-    """Returns the region's size from the message of the answer. Raises ValueError."""
+def unpack_region_answer(message: bytes) -> tuple[int, int, int]:
+    """Returns size, begin and end from the message of the answer. Raises ValueError."""
     if len(message) != _REGION.size:
         raise ValueError("not the answer to a hello for the region")
-    return int(_REGION.unpack(message)[0])
+    size_bytes, begin, end = _REGION.unpack(message)
+    return size_bytes, begin, end
 
 
 def pack_data_head(number: int, offset: int, nbytes: int, xxh3_64: int) -> bytes:

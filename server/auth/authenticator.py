@@ -17,7 +17,7 @@ from .audit_log import AuditLog
 from .certificate_names import pem_names
 from .credential_files import FileError, ReloadedFile
 from .rate_limits import RateLimiters
-from .roles import CALLER, OWNER, Identity, is_public, require_role
+from .roles import CALLER, OWNER, Identity, Role, is_public, require_role
 from .tls_files import ServerContext, TlsError, server_credentials
 from .tokens import TokenFile, read_token_file
 
@@ -114,6 +114,18 @@ class Authenticator:
         """Returns whether the identity's credential would give the same identity now."""
         return self._token_file is None or self._token_file.is_still_valid(identity, self._clock())
 
+    def tenants(self) -> tuple[set[str], bool]:
+        """Returns the tenants whose clients may map shared memory, and whether others may call.
+
+        Others are further tenants, and callers for any tenant.
+        """
+        sharing: set[str] = set()
+        others = not self._required_on_unix
+        identities = self._token_file.identities() if self._token_file is not None else []
+        users = [each for each in identities if each.roles & {Role.ENGINE, Role.READER}]
+        sharing.update(each.tenant for each in users if each.shared_memory and each.tenant is not None)
+        return sharing, others or any(each.tenant not in sharing for each in users)
+
     def refresh(self) -> None:
         """Reads the token file again if it has changed."""
         if self._file is not None and self._file.refresh():
@@ -166,6 +178,10 @@ class AccessControl:
         self.authorize = self.authenticator.authorize if self.authenticator is not None else None
         self.rate_limiters = RateLimiters(config.rates, {tenant.name: tenant.rates for tenant in config.tenants})
         self._metrics_need_token = config.auth.metrics
+
+    def tenants(self) -> tuple[set[str], bool]:
+        """Returns what `Authenticator.tenants` returns; without authentication no tenant."""
+        return self.authenticator.tenants() if self.authenticator is not None else (set(), True)
 
     def may_see_metrics(self, header: str | None) -> bool:
         """Returns whether this `Authorization` header permits reading the metrics. Thread-safe."""

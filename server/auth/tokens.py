@@ -6,7 +6,7 @@ Keys of each `[[tokens]]` table:
 - hash: "sha256:" and the hash of the token, as `kvtier token new` prints it
 - tenant: the tenant; "*" for any tenant
 - roles: list of engine, reader, admin, metrics
-- shared_memory: whether the caller may map the region, which holds the blocks of all tenants; if
+- shared_memory: whether the caller may map the memory of its tenant (`server/memory_pools.py`); if
   not, the caller can use only streams
 - expires: date and time in TOML, for example 2027-01-01T00:00:00Z
 
@@ -102,6 +102,10 @@ class TokenFile:
         """
         known = [self.certificates.get(name) for name in dict.fromkeys(names)]
         return [entry.identity_at(now) for entry in known if entry is not None]
+
+    def identities(self) -> list[Identity]:
+        """Returns the identities of all entries, also of expired ones."""
+        return [entry.identity for entry in (*self.tokens.values(), *self.certificates.values())]
 
     def is_still_valid(self, identity: Identity, now: float) -> bool:
         """Returns whether the file still has this identity and the identity has not expired."""

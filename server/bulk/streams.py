@@ -364,7 +364,7 @@ def _unimplemented(number: int, method: bytes) -> bytes:
     return frames.pack_error(number, status_pb2.Status(code=code, message=text))
 
 
-def main(socket_fd: int, region_fd: int, handover_fd: int, *listener_fds: int) -> None:
+def main(pools: str, socket_fd: int, handover_fd: int, *listener_fds: int) -> None:
     """Serves until the server has ended. Does not return."""
     broker = BrokerClient(connect(socket_fd))
     setup = broker.setup()
@@ -376,8 +376,7 @@ def main(socket_fd: int, region_fd: int, handover_fd: int, *listener_fds: int) -
         slower = f"streams may delay calls, because the bulk process has the priority of the server: {error}"
     tune_malloc()
     sys.setswitchinterval(1e-4)  # as in the server: see `serve`
-    region = HostRegion.attach(region_fd, setup.region_bytes)
-    os.close(region_fd)
+    region = HostRegion.inherit(pools, setup.region_bytes)
     tls = (
         ServerContext(setup.tls[0], setup.tls[1], setup.tls[2] or None, frames.STREAMS_PROTOCOL) if setup.tls else None
     )
@@ -390,4 +389,4 @@ def main(socket_fd: int, region_fd: int, handover_fd: int, *listener_fds: int) -
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(sys.argv[2], int(sys.argv[1]), *map(int, sys.argv[3:]))

@@ -174,8 +174,9 @@ class BulkProcess:
         with ours:
             with theirs:
                 self._stop_turning_away()
-                fds = [self._region.fd, theirs.fileno(), *(listener.fileno() for listener in self._listeners)]
-                arguments, inherited = [str(fd) for fd in fds], [*fds, *self._region.inherited]
+                pools, of_region = self._region.for_child
+                fds = [theirs.fileno(), *(listener.fileno() for listener in self._listeners)]
+                arguments, inherited = [pools, *map(str, fds)], [*fds, *of_region]
                 self._child = child = await Child.start(
                     "kvtier.server.bulk.streams", arguments, inherited, partial(self._take, ours)
                 )

@@ -16,7 +16,7 @@ from .schema import Amount, Config, RateConfig, TenantConfig, TierConfig
 from .toml import toml_text
 from .units import human_size, parse_size
 
-__all__ = ["quota_error_text", "read_tenants", "tenant_tag", "tier_settings"]
+__all__ = ["quota_error_text", "read_tenants", "tenant_tag", "tenants_of", "tier_settings"]
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 _USABLE = {"lmdb": 0.8, "disk": 0.9}
@@ -43,21 +43,26 @@ def read_tenants(
     return tuple(tenants), problems
 
 
-def tier_settings(config: Config, region_bytes: int, tiers: Sequence[SecondaryTier]) -> TierSettings:
-    """Returns the core's settings for the open tiers."""
-    capacities = {CPU_TIER: region_bytes} | {tier.name: tier.capacity_bytes for tier in tiers}
+def tenants_of(config: Config, region_bytes: int, tiers: Sequence[SecondaryTier]) -> list[Tenant]:
+    """Returns the configured tenants, with their quotas and limits in the open tiers."""
+    return _tenants(config.tenants, {CPU_TIER: region_bytes} | {tier.name: tier.capacity_bytes for tier in tiers})
+
+
+def tier_settings(config: Config, tenants: Sequence[Tenant], pool_starts: Sequence[int]) -> TierSettings:
+    """Returns the core's settings. `pool_starts`: see `TierSettings`."""
     configured = {CPU_TIER: config.cpu} | {tier.name: tier for tier in config.tiers}
     return TierSettings(
         eviction={name: tier.eviction for name, tier in configured.items()},
         admission={tier.name: tier.admission for tier in config.tiers},
         ttl={name: tier.ttl for name, tier in configured.items() if tier.ttl is not None},
-        tenants=_tenants(config.tenants, capacities),
+        tenants=tenants,
         retained_part=config.retention.part,
         held_part=config.handoff.part,
         leased_part=config.leases.part,
         max_holds=config.handoff.max_holds,
         estimates=config.estimates,
         content_bytes=config.events.token_memory,
+        pool_starts=pool_starts,
     )
 
 

@@ -167,12 +167,12 @@ def make_driver(setting: str, device: str) -> Driver:
 
 
 def main(arguments: list[str]) -> int:
-    fd, region_fd, region_bytes, setting, device = arguments
+    fd, pools, region_bytes, setting, device = arguments
     sys.setswitchinterval(1e-4)  # shortens the wait for the GIL after each block
     channel = connect(int(fd))
     try:
         driver = make_driver(setting, device)
-        region = HostRegion.attach(int(region_fd), int(region_bytes))
+        region = HostRegion.inherit(pools, int(region_bytes))
     except DeviceError as error:
         channel.send({"op": "failed", "cause": error.cause, "message": str(error)})
         return 1

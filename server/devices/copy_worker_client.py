@@ -141,8 +141,8 @@ class CopyWorkerClient:
                 "DEVICE_UNAVAILABLE", f"the device copy worker is restarted in {pause:.0f} s: {self._last_error}"
             )
         await asyncio.sleep(pause)
-        arguments = [str(self._region.fd), str(self._region.size_bytes), self._driver, self.device]
-        inherited = [self._region.fd, *self._region.inherited]
+        pools, inherited = self._region.for_child
+        arguments = [pools, str(self._region.size_bytes), self._driver, self.device]
         try:
             child = self._process = await Child.start("kvtier.server.devices.copy_worker", arguments, inherited)
         except OSError as error:

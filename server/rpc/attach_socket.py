@@ -217,18 +217,20 @@ class AttachServer:
             raise Refused("NOT_READY", "the bulk process is not ready")
 
     async def _serve_region(self, connection: socket.socket, hello: Hello) -> None:
-        """Sends the region's descriptor and waits until the connection ends. Raises `Refused`.
+        """Sends the descriptor of the session's memory pool and waits until the connection ends. Raises `Refused`.
 
         If it is cancelled, the server ends, and the client may still write to its slots.
         """
         number = next(self._numbers)
-        if not self._sessions.attach(hello.session_id, hello.epoch, number):
+        pool = self._sessions.attach(hello.session_id, hello.epoch, number)
+        if pool is None:
             raise Refused("UNKNOWN_SESSION", "the session has ended, or must not map the region")
         ended = True
         try:
             with self._keeping(hello.session_id, number, connection):
-                answer = pack_region_answer(hello.number, self._region.size_bytes)
-                socket.send_fds(connection, [answer], [self._region.fd])
+                begin, end, descriptor = self._region.pools[pool]
+                answer = pack_region_answer(hello.number, self._region.size_bytes, begin, end)
+                socket.send_fds(connection, [answer], [descriptor])
                 await _wait_for_end(connection)
         except OSError as error:
             _log.debug("attached client is gone", error=str(error))

@@ -297,21 +297,31 @@ class SessionRegistry:
         self.check(session)
         self._sessions[session.id].transport = transport
 
-    def attach(self, session_id: bytes, epoch: int, connection: int) -> bool:
-        """Records that a connection maps the region for a session. Returns False if refused.
+    def pool_for(self, caller: Identity, tenant: str | None = None) -> int | None:
+        """Returns the memory pool that a caller may map; None if it may map none.
 
-        Raises `Refused` if there are too many.
+        `tenant`: that of its session; default: the only one that its credentials permit.
+        """
+        named = caller.tenant if tenant is None else tenant
+        pool = 0 if named is None else self._runtime.core.pool_of(NamespaceId(tenant_tag(named)))
+        return pool if caller.shared_memory and (pool or caller.tenant is None) else None
+
+    def attach(self, session_id: bytes, epoch: int, connection: int) -> int | None:
+        """Records that a connection maps a memory pool for a session. Returns the pool's number.
+
+        Returns None if the session must not map it. Raises `Refused` if there are too many.
         """
         session = self._find_valid(session_id, epoch)
-        if session is None or not session.identity.shared_memory:
-            return False
+        pool = None if session is None else self.pool_for(session.identity, session.core.tenant)
+        if session is None or pool is None:
+            return None
         if len(session.attachments) >= _MAX_CONNECTIONS:
             raise Refused("LIMIT_EXCEEDED", f"the session has {_MAX_CONNECTIONS} connections for the region")
         self._attached[connection] = self._take_connection(session.core.tenant)
         session.attachments.add(connection)
         session.core.unmapped_from = math.inf
         self._runtime.core.writer_attached(session_id, connection)
-        return True
+        return pool
 
     def detach(self, session_id: bytes, connection: int) -> None:
         """Records the end of a connection that maps the region."""

@@ -58,7 +58,12 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             tiers=[tier.name for tier in self._runtime.core.stats().tiers],
             devices=self._devices,
         )
-        if CALLER.get().shared_memory:
+        caller = CALLER.get()
+        if caller.shared_memory and self._sessions.pool_for(caller) is None:
+            cause = f"clients of tenant {caller.tenant} use streams: it had no memory of its own at the start"
+            remedy = "restart the server; docs/security.md#memory-of-a-tenant"
+            self._runtime.downgrades.report("shared_memory", cause, remedy, subject=f"{caller.tenant}")
+        elif caller.shared_memory:
             answer.region.attach_path = str(self._attach_path)
             answer.region.size_bytes = self._runtime.region.size_bytes
             answer.region.takes_calls = True

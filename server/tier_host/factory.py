@@ -59,7 +59,7 @@ def share_region(tiers: Sequence[SecondaryTier], region: HostRegion) -> None:
     """Gives the region to all tiers. Raises TierOpenError, which names the tier."""
     for tier in tiers:
         try:
-            tier.use_region(region.fd, region.address, region.size_bytes)
+            tier.use_region(region.pools, region.address, region.size_bytes)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a third-party class may raise anything

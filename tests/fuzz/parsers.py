@@ -141,7 +141,7 @@ class Parsers:
 
     @staticmethod
     def _region_answer(data: bytes) -> None:
-        assert frames.pack_region_answer(7, frames.unpack_region_bytes(data))[frames.HEAD_BYTES + 1 :] == data
+        assert frames.pack_region_answer(7, *frames.unpack_region_answer(data))[frames.HEAD_BYTES + 1 :] == data
 
     @staticmethod
     def _child(data: bytes) -> None:
@@ -231,7 +231,7 @@ def seeds() -> Iterator[bytes]:
         frames.pack_call(7, b"a/b", b"c")[frames.HEAD_BYTES :],
         frames.pack_answer(7, 5, b"c")[frames.HEAD_BYTES :],
         frames.pack_data_head(7, 1, 2, 3),
-        frames.pack_region_answer(7, 4096)[frames.HEAD_BYTES + 1 :],
+        frames.pack_region_answer(7, 8192, 4096, 8192)[frames.HEAD_BYTES + 1 :],
         packed_keys.pack_offsets([1, 2]),
         packed_keys.pack_keys([b"one", b"two"]).SerializeToString(),
         child_main.pack({"a": 1}, b"x"),

@@ -120,7 +120,7 @@ def attach_reply(path: str, ref: common_pb2.SessionRef) -> int | None:
             socket.close(descriptor)
         code, message = frames.unpack_answer(answer[frames.HEAD_BYTES :])
         assert (code == 0) == bool(descriptors)
-        return frames.unpack_region_bytes(message) if code == 0 else None
+        return frames.unpack_region_answer(message)[0] if code == 0 else None
 
 
 def connected_socket(address: str | tuple[str, int]) -> socket.socket:

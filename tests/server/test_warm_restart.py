@@ -19,6 +19,7 @@ from harness.store_server import RunningKeeper
 
 from kvtier.client import Client, KVTierError, Timeouts
 from kvtier.server import warm_restart
+from kvtier.server.memory_pools import MemoryLayout
 from kvtier.server.telemetry.downgrades import Downgrades
 from kvtier.server.warm_restart import WarmMemory, open_memory
 
@@ -330,7 +331,7 @@ def test_memory_that_a_tier_shares_ends_with_the_server(keeper: RunningKeeper) -
 def _memory(
     keeper: RunningKeeper, downgrades: Downgrades | None = None, *, is_shared: bool = False
 ) -> Iterator[WarmMemory]:
-    memory = open_memory(keeper.path, 4 * MIB, downgrades or Downgrades(), is_shared=is_shared)
+    memory = open_memory(keeper.path, MemoryLayout(4 * MIB), downgrades or Downgrades(), is_shared=is_shared)
     try:
         yield memory
     finally:

@@ -87,9 +87,9 @@ class MooncakeTier(RemoteTier):
         node = OneNode(master, lambda: MooncakeStore(self._process, limits.deadline_seconds))
         super().__init__(name, size_bytes, topology=node, limits=limits, codec=codec)
 
-    def use_region(self, fd: int, address: int, size_bytes: int) -> None:
+    def use_region(self, pools: Sequence[tuple[int, int, int]], address: int, size_bytes: int) -> None:
         """Starts the process that maps the region and registers it with Mooncake."""
-        self._process.region = Region(fd, address, size_bytes)
+        self._process.region = Region(pools, address, size_bytes)
         self._process.start()
 
     def close(self) -> None:

@@ -47,29 +47,34 @@ _Move = Callable[[list[str], list[Any], list[Any]], Sequence[int]]
 
 
 class _Area:
-    """Shared memory that Mooncake uses until `close`."""
+    """Shared memory that Mooncake uses until `close`: from the offset `begin` of a larger one on."""
 
-    def __init__(self, store: Any, fd: int, nbytes: int, *, register: bool) -> None:
+    def __init__(self, store: Any, fd: int, nbytes: int, begin: int = 0, *, register: bool) -> None:
         self._map = mmap.mmap(fd, nbytes)
         self._registered_at = store if register else None
-        self.address = ctypes.addressof(_ADDRESS(self._map))
-        if register and (code := store.register_buffer(self.address, nbytes)):
+        self.begin = begin
+        self._address = ctypes.addressof(_ADDRESS(self._map))
+        if register and (code := store.register_buffer(self._address, nbytes)):
             raise OSError(f"Mooncake cannot register {nbytes} bytes of memory (error {code}); see its log")
+
+    def address_of(self, offset: int) -> int:
+        return self._address + offset - self.begin
 
     def close(self) -> None:
         if self._registered_at is not None:
-            self._registered_at.unregister_buffer(self.address)
+            self._registered_at.unregister_buffer(self._address)
         self._map.close()
 
 
 class _Connection:
     """Calls of one worker thread of the server."""
 
-    def __init__(self, store: Any, region: _Area | None, connection: socket.socket, *, register: bool) -> None:
+    def __init__(self, store: Any, region: Sequence[_Area], connection: socket.socket, *, register: bool) -> None:
+        """`region`: its pools in the order of their offsets."""
         self._store = store
         self._register = register
         self._connection = connection
-        self._addresses = [region.address if region is not None else 0, 0]
+        self._region = region
         self._staging: _Area | None = None
 
     def serve(self) -> None:
@@ -97,7 +102,6 @@ class _Connection:
             if self._staging is not None:
                 self._staging.close()
             self._staging = _Area(self._store, fd, staging_bytes, register=self._register)
-            self._addresses[STAGING] = self._staging.address
             os.close(fd)
         return request
 
@@ -120,11 +124,16 @@ class _Connection:
         self, move: _Move, move_pieces: _Move, names: list[str], pieces: Sequence[Sequence[Sequence[int]]]
     ) -> Sequence[int]:
         """Calls `move` if each value is one piece: that is faster than `move_pieces`."""
-        addresses = [[self._addresses[area] + offset for area, offset, _ in value] for value in pieces]
+        addresses = [[self._address_of(area, offset) for area, offset, _ in value] for value in pieces]
         sizes = [[nbytes for _, _, nbytes in value] for value in pieces]
         if any(len(value) != 1 for value in pieces):
             return move_pieces(names, addresses, sizes)
         return move(names, [address for [address] in addresses], [nbytes for [nbytes] in sizes])
+
+    def _address_of(self, area: int, offset: int) -> int:
+        if area == STAGING:
+            return self._staging.address_of(offset) if self._staging is not None else 0
+        return next((pool.address_of(offset) for pool in reversed(self._region) if pool.begin <= offset), 0)
 
 
 def read_exactly(connection: socket.socket, nbytes: int) -> bytes:
@@ -158,14 +167,14 @@ def _start(settings: dict[str, str]) -> Any:
 
 
 def main() -> None:
-    control_fd, region_fd, region_bytes = map(int, sys.argv[1:4])
+    pools: list[tuple[int, int, int]] = json.loads(sys.argv[2])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    with socket.socket(fileno=control_fd) as control:
-        settings = json.loads(sys.argv[4])
+    with socket.socket(fileno=int(sys.argv[1])) as control:
+        settings = json.loads(sys.argv[3])
         register = settings["protocol"] != "tcp"
         try:
             store = _start(settings)
-            region = _Area(store, region_fd, region_bytes, register=register) if region_bytes else None
+            region = [_Area(store, fd, end - begin, begin, register=register) for begin, end, fd in pools]
         except (ImportError, OSError) as error:
             control.sendall(f"{error}".encode()[:1000])
             return

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,9 +68,9 @@ class MooncakeSettings:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The host region: a file descriptor, and where this process has mapped it."""
+    """The host region: its pools (`SecondaryTier.use_region`), mapped at `address`."""
 
-    fd: int
+    pools: Sequence[tuple[int, int, int]]
     address: int
     size_bytes: int
 
@@ -259,11 +259,11 @@ class MooncakeChild:
 
     def _popen(self, local_host: str) -> subprocess.Popen[bytes]:
         settings, region, theirs = self._settings, self._region, self._theirs.fileno()
-        fd, nbytes = (region.fd, region.size_bytes) if region is not None else (-1, 0)
+        pools = region.pools if region is not None else ()
         options = {name: getattr(settings, name) for name in ("master", "metadata", "protocol")}
         options |= {"device": settings.device or "", "local_host": local_host}
-        arguments = [str(theirs), str(fd), str(nbytes), json.dumps(options)]
-        fds = [theirs, *([fd] if nbytes else [])]
+        arguments = [str(theirs), json.dumps(pools), json.dumps(options)]
+        fds = [theirs, *(fd for _, _, fd in pools)]
         with contextlib.ExitStack() as files:
             log = files.enter_context(settings.log.open("ab")) if settings.log is not None else subprocess.DEVNULL
             return start_module(_MODULE, arguments, fds, stdout=log, stderr=log)

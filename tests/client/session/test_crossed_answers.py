@@ -234,7 +234,8 @@ def test_a_region_with_the_answer_to_another_hello(tmp_path: Path, step: int) ->
             sock, _ = listener.accept()
             with sock:
                 hello = frames.unpack_hello(sock.recv(frames.HELLO_BYTES, socket.MSG_WAITALL))
-                answer = frames.pack_region_answer((hello.number + step) % (1 << 64), mmap.PAGESIZE)
+                number = (hello.number + step) % (1 << 64)
+                answer = frames.pack_region_answer(number, mmap.PAGESIZE, 0, mmap.PAGESIZE)
                 socket.send_fds(sock, [answer], [region])
                 sock.recv(1)
 

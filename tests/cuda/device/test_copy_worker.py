@@ -27,8 +27,9 @@ FAR = 1 << 62
 async def worker(
     region: HostRegion, driver: str = "kvtier.cuda.testing.host_driver:HostDriver"
 ) -> AsyncIterator[Child]:
-    arguments = [str(region.fd), str(region.size_bytes), driver, "host"]
-    child = await Child.start("kvtier.server.devices.copy_worker", arguments, [region.fd])
+    text, fds = region.for_child
+    arguments = [text, str(region.size_bytes), driver, "host"]
+    child = await Child.start("kvtier.server.devices.copy_worker", arguments, fds)
     yield child
     await child.close(10)
 

@@ -91,10 +91,10 @@ def test_a_closed_region_is_not_pinned(region: HostRegion, notes: RecordingRegis
     assert not notes.registered
 
 
-@pytest.mark.parametrize(("offset", "length"), [(PAGE_BYTES, PAGE_BYTES), (0, PIN_CHUNK_BYTES + 1), (0, 0), (SIZE, 1)])
+@pytest.mark.parametrize(("offset", "length"), [(-PAGE_BYTES, PAGE_BYTES), (0, PIN_CHUNK_BYTES + 1), (0, 0), (SIZE, 1)])
 def test_only_chunks_are_pinned(region: HostRegion, notes: RecordingRegistrar, offset: int, length: int) -> None:
-    """Chunks start at multiples of the chunk size, because transfers are split there."""
-    with pytest.raises(ValueError, match="not one chunk"):
+    """No range crosses a multiple of the chunk size, because transfers are split there."""
+    with pytest.raises(ValueError, match="not in one chunk"):
         Pinning(region, notes, allowed=lambda: True).pin(offset, length)
 
 

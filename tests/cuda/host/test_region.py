@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import gc
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +19,15 @@ import pytest
 
 from kvtier.cuda.host import region as region_module
 from kvtier.cuda.host.memory import available_bytes, tune_malloc
-from kvtier.cuda.host.region import DIGEST_PAGE_BYTES, HUGE_PAGE_BYTES, PAGE_BYTES, HostRegion, RegionError
+from kvtier.cuda.host.region import (
+    DIGEST_PAGE_BYTES,
+    HUGE_PAGE_BYTES,
+    PAGE_BYTES,
+    POOL_ALIGNMENT,
+    HostRegion,
+    Pool,
+    RegionError,
+)
 
 SIZE = 2 * HUGE_PAGE_BYTES
 TABLE = SIZE // DIGEST_PAGE_BYTES * 8
@@ -51,8 +61,8 @@ def test_create(region: HostRegion) -> None:
     assert region.memory.format == "B"
     assert not region.memory.readonly
     assert bytes(region.memory[-4:]) == bytes(4)
-    assert os.fstat(region.fd).st_mode & 0o777 == 0o600
-    assert not os.get_inheritable(region.fd)
+    assert os.fstat(region.pools[0].fd).st_mode & 0o777 == 0o600
+    assert not os.get_inheritable(region.pools[0].fd)
     assert region.address % HUGE_PAGE_BYTES == 0
 
 
@@ -60,9 +70,9 @@ def test_size_is_sealed(region: HostRegion) -> None:
     """The size cannot change, so access cannot end in SIGBUS; the seal cannot be removed."""
     for size in (SIZE - PAGE_BYTES, SIZE + PAGE_BYTES):
         with pytest.raises(PermissionError):
-            os.ftruncate(region.fd, size)
+            os.ftruncate(region.pools[0].fd, size)
     with pytest.raises(PermissionError):
-        fcntl.fcntl(region.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        fcntl.fcntl(region.pools[0].fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
 
 @pytest.mark.parametrize("size", [0, -PAGE_BYTES, PAGE_BYTES + 1])
@@ -81,8 +91,8 @@ def test_impossible_sizes_are_refused() -> None:
 
 def test_attached_region_is_the_same_memory(region: HostRegion) -> None:
     """One side reads what the other writes."""
-    with HostRegion.attach(region.fd, SIZE) as other:
-        assert other.fd != region.fd
+    with HostRegion.attach(region.pools, SIZE) as other:
+        assert other.pools[0].fd != region.pools[0].fd
         other.memory[5:9] = b"abcd"
         assert bytes(region.memory[5:9]) == b"abcd"
 
@@ -92,17 +102,16 @@ def test_attaching_in_another_process(region: HostRegion) -> None:
     region.memory[:3] = b"abc"
     program = (
         "import sys; from kvtier.cuda.host.region import HostRegion\n"
-        "r = HostRegion.attach(int(sys.argv[1]), int(sys.argv[2])); r.memory[3:6] = bytes(r.memory[:3])\n"
+        "r = HostRegion.inherit(sys.argv[1], int(sys.argv[2])); r.memory[3:6] = bytes(r.memory[:3])\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", program, str(region.fd), str(SIZE)], pass_fds=[region.fd], check=True, timeout=60
-    )
+    text, fds = region.for_child
+    subprocess.run([sys.executable, "-c", program, text, str(SIZE)], pass_fds=fds, check=True, timeout=60)
     assert bytes(region.memory[:6]) == b"abcabc"
 
 
 def test_digests_are_behind_the_region(region: HostRegion) -> None:
     """One per page; they share no byte with the region, and `back` allocates their pages."""
-    with HostRegion.attach(region.fd, SIZE) as other:
+    with HostRegion.attach(region.pools, SIZE) as other:
         assert len(other.digests) == SIZE // DIGEST_PAGE_BYTES
         region.digests[0], region.digests[-1] = 1, 2**64 - 1
         assert (other.digests[0], other.digests[1], other.digests[-1]) == (1, 0, 2**64 - 1)
@@ -116,7 +125,7 @@ def test_digests_are_behind_the_region(region: HostRegion) -> None:
 
 def test_attach_checks_the_size(region: HostRegion) -> None:
     with pytest.raises(RegionError, match="announced"):
-        HostRegion.attach(region.fd, SIZE - PAGE_BYTES)
+        HostRegion.attach(region.pools, SIZE - PAGE_BYTES)
 
 
 @pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL])
@@ -127,7 +136,7 @@ def test_attach_checks_the_seal(seals: int) -> None:
         os.ftruncate(fd, SIZE + TABLE)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         with pytest.raises(RegionError, match="sealed"):
-            HostRegion.attach(fd, SIZE)
+            HostRegion.attach([Pool(0, SIZE, fd)], SIZE)
     finally:
         os.close(fd)
 
@@ -139,20 +148,20 @@ def test_attach_checks_the_kind(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         fd = file.fileno()
         with pytest.raises(RegionError):
-            HostRegion.attach(fd, PAGE_BYTES)
+            HostRegion.attach([Pool(0, PAGE_BYTES, fd)], PAGE_BYTES)
     with pytest.raises(RegionError):
-        HostRegion.attach(fd, PAGE_BYTES)
+        HostRegion.attach([Pool(0, PAGE_BYTES, fd)], PAGE_BYTES)
 
 
 def test_back_allocates_zeroed_pages(region: HostRegion) -> None:
     """Backing allocates exactly the chunk, as zeros, and keeps written bytes."""
     region.memory[HUGE_PAGE_BYTES : HUGE_PAGE_BYTES + 4] = b"kept"
-    before = os.fstat(region.fd).st_blocks * 512
+    before = os.fstat(region.pools[0].fd).st_blocks * 512
     assert before < HUGE_PAGE_BYTES
     region.back(0, HUGE_PAGE_BYTES)
-    assert os.fstat(region.fd).st_blocks * 512 == before + HUGE_PAGE_BYTES + TABLE // 2
+    assert os.fstat(region.pools[0].fd).st_blocks * 512 == before + HUGE_PAGE_BYTES + TABLE // 2
     region.back(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)
-    assert os.fstat(region.fd).st_blocks * 512 == SIZE + TABLE
+    assert os.fstat(region.pools[0].fd).st_blocks * 512 == SIZE + TABLE
     assert region.backed_bytes == SIZE
     assert bytes(region.memory[:HUGE_PAGE_BYTES]) == bytes(HUGE_PAGE_BYTES)
     assert bytes(region.memory[HUGE_PAGE_BYTES:]) == b"kept".ljust(HUGE_PAGE_BYTES, b"\0")
@@ -171,7 +180,7 @@ def test_back_without_huge_pages(region: HostRegion, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(region_module, "_MADV_COLLAPSE", 9999)
     region.back(0, SIZE)
     assert region.huge_bytes == 0
-    assert os.fstat(region.fd).st_blocks * 512 == SIZE + TABLE
+    assert os.fstat(region.pools[0].fd).st_blocks * 512 == SIZE + TABLE
 
 
 def test_back_of_odd_chunks(region: HostRegion) -> None:
@@ -179,7 +188,7 @@ def test_back_of_odd_chunks(region: HostRegion) -> None:
     region.back(PAGE_BYTES, SIZE - 2 * PAGE_BYTES)
     region.back(0, PAGE_BYTES)
     region.back(SIZE - PAGE_BYTES, PAGE_BYTES)
-    assert os.fstat(region.fd).st_blocks * 512 == SIZE + TABLE
+    assert os.fstat(region.pools[0].fd).st_blocks * 512 == SIZE + TABLE
 
 
 @pytest.mark.parametrize(
@@ -195,23 +204,23 @@ def test_back_stops_before_memory_is_gone(region: HostRegion, monkeypatch: pytes
     monkeypatch.setattr(region_module, "available_bytes", lambda: SIZE)
     with pytest.raises(RegionError, match="not enough memory"):
         region.back(0, SIZE)
-    assert os.fstat(region.fd).st_blocks == 0
+    assert os.fstat(region.pools[0].fd).st_blocks == 0
 
 
 def test_populate_skips_unbacked_pages(region: HostRegion) -> None:
     """An attached process maps backed pages and allocates none."""
     region.back(0, HUGE_PAGE_BYTES)
-    with HostRegion.attach(region.fd, SIZE) as other:
+    with HostRegion.attach(region.pools, SIZE) as other:
         assert other.populate(0, SIZE) == HUGE_PAGE_BYTES
-    assert os.fstat(region.fd).st_blocks * 512 == HUGE_PAGE_BYTES + TABLE // 2
+    assert os.fstat(region.pools[0].fd).st_blocks * 512 == HUGE_PAGE_BYTES + TABLE // 2
 
 
 def test_populate_maps_the_pages_behind_a_hole(region: HostRegion) -> None:
     for page in (0, 2 * PAGE_BYTES, SIZE - PAGE_BYTES):
-        os.pwrite(region.fd, b"x", page)
-    backed = os.fstat(region.fd).st_blocks * 512
+        os.pwrite(region.pools[0].fd, b"x", page)
+    backed = os.fstat(region.pools[0].fd).st_blocks * 512
     assert backed > PAGE_BYTES
-    with HostRegion.attach(region.fd, SIZE) as other:
+    with HostRegion.attach(region.pools, SIZE) as other:
         assert other.populate(0, SIZE) == backed
 
 
@@ -227,7 +236,7 @@ def test_close_is_idempotent_and_releases_everything() -> None:
     assert descriptors() == 0
     for attempt in (
         lambda: region.memory,
-        lambda: region.fd,
+        lambda: region.pools[0].fd,
         lambda: region.back(0, SIZE),
         lambda: region.populate(0, SIZE),
     ):
@@ -319,3 +328,101 @@ def test_nothing_heavy_is_imported() -> None:
         "assert not {'numpy', 'torch', 'grpc', 'cuda'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+POOLS = (0, 3 * POOL_ALIGNMENT, 4 * POOL_ALIGNMENT)
+POOLED = 6 * POOL_ALIGNMENT + 3 * PAGE_BYTES
+"""Size of a region with these pools, the last of which ends with a remainder."""
+
+
+@pytest.fixture
+def pooled() -> Iterator[HostRegion]:
+    with HostRegion.create(POOLED, name="kvtier-test", pool_starts=POOLS) as made:
+        yield made
+
+
+def fill(region: HostRegion) -> None:
+    """Writes the number of its pool to each page of a region and to each digest."""
+    for number, (begin, end, _) in enumerate(region.pools, start=1):
+        for offset in range(begin, end, PAGE_BYTES):
+            region.memory[offset] = number
+        for page in range(begin // DIGEST_PAGE_BYTES, end // DIGEST_PAGE_BYTES):
+            region.digests[page] = number
+
+
+class TestPools:
+    def test_a_descriptor_has_the_bytes_of_its_pool(self, pooled: HostRegion) -> None:
+        """It has no byte of another pool, and no room for more."""
+        fill(pooled)
+        for number, (begin, end, fd) in enumerate(pooled.pools, start=1):
+            data = os.pread(fd, 2 * POOLED, 0)
+            assert set(data) == {0, number}
+            assert data[: end - begin : PAGE_BYTES] == bytes([number]) * ((end - begin) // PAGE_BYTES)
+            digests = (end - begin) // DIGEST_PAGE_BYTES
+            assert data[end - begin :][: 8 * digests : 8] == bytes([number]) * digests
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, len(data) + PAGE_BYTES)
+
+    @pytest.mark.parametrize("number", range(len(POOLS)))
+    def test_one_pool_is_mapped_at_its_place(self, pooled: HostRegion, number: int) -> None:
+        fill(pooled)
+        pool = pooled.pools[number]
+        with HostRegion.attach([pool], POOLED) as own:
+            assert (own.begin, own.end, own.size_bytes) == (pool.begin, pool.end, POOLED)
+            assert own.memory[pool.begin] == own.digests[pool.begin // DIGEST_PAGE_BYTES] == number + 1
+            own.memory[pool.end - 1] = 99
+            assert pooled.memory[pool.end - 1] == 99
+            for outside in (pool.begin - PAGE_BYTES, pool.end):
+                with pytest.raises(RegionError, match="between"):
+                    own.populate(outside, PAGE_BYTES)
+
+    def test_another_pool_cannot_be_accessed(self, pooled: HostRegion) -> None:
+        """An access outside of the mapped pool ends the process, as it would behind the region."""
+        fill(pooled)
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+            faulthandler.disable()
+            with HostRegion.attach([pooled.pools[1]], POOLED) as own:
+                os._exit(own.memory[0])
+        assert os.waitpid(child, 0)[1] & 0x7F == signal.SIGSEGV
+
+    def test_a_child_process_maps_all(self, pooled: HostRegion) -> None:
+        fill(pooled)
+        text, fds = pooled.for_child
+        program = (
+            "import sys; from kvtier.cuda.host.region import HostRegion\n"
+            "r = HostRegion.inherit(sys.argv[1], int(sys.argv[2]))\n"
+            "for begin, end, _ in r.pools:\n"
+            "    r.memory[end - 1] = r.memory[begin] + r.digests[begin // 4096] + 10\n"
+        )
+        subprocess.run([sys.executable, "-c", program, text, str(POOLED)], pass_fds=fds, check=True, timeout=60)
+        assert [pooled.memory[pool.end - 1] for pool in pooled.pools] == [12, 14, 16]
+
+    def test_rounds_back_all_pools(self, pooled: HostRegion) -> None:
+        """Each pool gets its first bytes in the first round. In the end all pages are there."""
+        rounds = list(pooled.rounds(POOL_ALIGNMENT, 2 * POOL_ALIGNMENT))
+        assert rounds[0] == [(start, POOL_ALIGNMENT) for start in POOLS]
+        chunks = sorted(chunk for each in rounds for chunk in each)
+        assert [offset for offset, _ in chunks[1:]] == [offset + length for offset, length in chunks[:-1]]
+        for offset, length in chunks:
+            pooled.back(offset, length)
+        assert pooled.backed_bytes == POOLED
+        for _, _, fd in pooled.pools:
+            assert os.fstat(fd).st_blocks * 512 == os.fstat(fd).st_size
+
+    def test_a_chunk_of_several_pools(self, pooled: HostRegion) -> None:
+        pooled.back(2 * POOL_ALIGNMENT, 3 * POOL_ALIGNMENT)
+        with HostRegion.attach(pooled.pools, POOLED) as other:
+            assert other.populate(0, POOLED) == 3 * POOL_ALIGNMENT
+
+    def test_a_pool_that_is_not_one_of_the_region(self, pooled: HostRegion) -> None:
+        begin, end, fd = pooled.pools[1]
+        for wrong in (
+            Pool(begin, end + PAGE_BYTES, fd),
+            Pool(begin + PAGE_BYTES, end + PAGE_BYTES, fd),
+            Pool(POOLED, POOLED + end - begin, fd),
+            Pool(end, begin, fd),
+        ):
+            with pytest.raises(RegionError, match="of a region"):
+                HostRegion.attach([wrong], POOLED)

@@ -34,7 +34,7 @@ from kvtier.protos.wire.socket_frames import (
     unpack_data_head,
     unpack_head,
     unpack_hello,
-    unpack_region_bytes,
+    unpack_region_answer,
 )
 
 UINT64 = st.integers(0, 2**64 - 1)
@@ -109,10 +109,10 @@ def test_one_wrong_bit_in_a_data_head(bit: int) -> None:
         unpack_data_head(damaged)
 
 
-@given(number=UINT64, size=UINT64)
-def test_the_size_of_a_region_round_trips(number: int, size: int) -> None:
-    code, message = unpack_answer(pack_region_answer(number, size)[HEAD_BYTES:])
-    assert (code, unpack_region_bytes(message)) == (0, size)
+@given(number=UINT64, size=UINT64, begin=UINT64, end=UINT64)
+def test_the_range_of_a_region_round_trips(number: int, size: int, begin: int, end: int) -> None:
+    code, message = unpack_answer(pack_region_answer(number, size, begin, end)[HEAD_BYTES:])
+    assert (code, unpack_region_answer(message)) == (0, (size, begin, end))
 
 
 @pytest.mark.parametrize("body", [b"", b"\x00", b"\x00message", b"\x05abcd"])

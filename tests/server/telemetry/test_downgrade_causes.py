@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,10 +32,11 @@ Provoke = Callable[[Downgrades, Path, pytest.MonkeyPatch], None]
 def runtime_with(downgrades: Downgrades, **region: Any) -> Any:
     """The parts of a runtime that back the region."""
     size = 4 * HUGE_PAGE_BYTES
-    values = {"size_bytes": size, "huge_bytes": size, "misplaced": None, **region}
-    memory = SimpleNamespace(is_warm=False)
-    own = SimpleNamespace(**values)
-    return SimpleNamespace(downgrades=downgrades, region=own, memory=memory, _call_loop=lambda *_: None)
+    own = SimpleNamespace(**{"size_bytes": size, "huge_bytes": size, "backed_bytes": 0, "misplaced": None, **region})
+    memory, closing = SimpleNamespace(is_warm=False), threading.Event()
+    return SimpleNamespace(
+        downgrades=downgrades, region=own, memory=memory, _closing=closing, _call_loop=lambda *_: None
+    )
 
 
 def small_pages(downgrades: Downgrades, _path: Path, _patch: pytest.MonkeyPatch) -> None:
@@ -49,7 +51,7 @@ def short_memory(downgrades: Downgrades, _path: Path, _patch: pytest.MonkeyPatch
     def refuse(_offset: int, _nbytes: int) -> None:
         raise RegionError("no memory")
 
-    assert not TierRuntime._back(runtime_with(downgrades, back=refuse), 0, HUGE_PAGE_BYTES)
+    assert not TierRuntime._back_round(runtime_with(downgrades, back=refuse), [(0, HUGE_PAGE_BYTES)])
 
 
 def expired_certificate(downgrades: Downgrades, path: Path, _patch: pytest.MonkeyPatch) -> None:
