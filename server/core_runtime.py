@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 from typing import TypeVar
 
-from ..cuda.host.region import HUGE_PAGE_BYTES, HostRegion, RegionError
+from ..cuda.host.region import HostRegion
 from ..tiers.core.block import Block
 from ..tiers.core.commands import (
     Command,
@@ -41,6 +40,7 @@ from ..tiers.secondary_tier import NamespaceId, Outcome, SecondaryTier
 from ..tiers.stats.snapshots import ManagerStats
 from ..tiers.types import HoldName, JobId, LeaseId
 from .random_ids import random_ids
+from .region_backing import RegionBacking
 from .region_digests import DamageLog, RegionDigests, RegionJobs
 from .telemetry.downgrades import Downgrades
 from .telemetry.logs import get_logger
@@ -67,10 +67,7 @@ _RETRY_SECONDS = 1.0
 """Delay of the next slice of work after a slice that failed."""
 _ACTIVE_SECONDS = 0.05
 """For so long after a client's call, the event loop keeps half of its time free of slices."""
-_BACKING_CHUNK_BYTES = 64 << 20
 _CLOSE_SECONDS = 5.0
-_HUGE_PART = 0.9
-"""Part of the region that should be on huge pages. The kernel often lacks some of them."""
 _WOKEN = 16
 """Number of calls that wake at once: 0.1 ms each."""
 
@@ -129,19 +126,16 @@ class TierRuntime:
         """Ended jobs that the core has not processed."""
         self.next_change = asyncio.Event()
         """Event that the next call of `notify_change` sets."""
-        self._closing = threading.Event()
-        self._backing_error: str | None = None
-        self._backing: threading.Thread | None = None
+        self._is_closing = False
+        add_memory = partial(self._call_loop, self._add_memory)
+        self._backing = RegionBacking(region, self.downgrades, add_memory, is_warm=self.memory.is_warm)
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Backs the first extent of each pool, starts a thread that backs the others, and starts the ticks."""
+        """Backs the first extent of each pool, and starts the ticks and the other backing."""
         self._loop = asyncio.get_running_loop()
         self.memory.recover(self.core)
-        rounds = self.region.rounds(self.extent_bytes, max(self.extent_bytes, _BACKING_CHUNK_BYTES))
-        if await asyncio.to_thread(self._back_round, next(rounds)):
-            self._backing = threading.Thread(target=self._back_all, args=(rounds,), name="kvtier-backing", daemon=True)
-            self._backing.start()
+        await asyncio.to_thread(self._backing.start, self.extent_bytes)
         self.core.tick(self.now())
         self._ticker = self._loop.create_task(self._tick())
         for worker in self._workers:
@@ -255,8 +249,8 @@ class TierRuntime:
     def stats(self) -> ManagerStats:
         stats = self.core.stats()
         cpu, *others = stats.tiers
-        if self._backing_error is not None:
-            cpu = replace(cpu, healthy=False, last_error=self._backing_error)
+        if self._backing.error is not None:
+            cpu = replace(cpu, healthy=False, last_error=self._backing.error)
         measured = (
             replace(tier, free_disk_bytes=worker.free_disk_bytes)
             for tier, worker in zip(others, self._workers, strict=True)
@@ -293,11 +287,10 @@ class TierRuntime:
         until = self.now() + _CLOSE_SECONDS
         while self.core.has_work() and self.now() < until:  # noqa: ASYNC110 - once per life
             await asyncio.sleep(0.005)
-        self._closing.set()
+        self._is_closing = True
         if self._ticker is not None:
             self._ticker.cancel()
-        if self._backing is not None:
-            await asyncio.to_thread(self._backing.join)
+        await asyncio.to_thread(self._backing.close)
         await asyncio.to_thread(close_all, self._workers)
         if not self.left_behind:
             self.memory.close()
@@ -309,7 +302,7 @@ class TierRuntime:
 
     def _execute(self, command: Command, woken: dict[asyncio.Future[None], None]) -> None:
         """Executes a command. Adds the calls that must wake to `woken`."""
-        if self._closing.is_set():
+        if self._is_closing:
             return
         match command:
             case StoreInTier(job_id, tier, blocks):
@@ -402,49 +395,6 @@ class TierRuntime:
         for number, worker in enumerate(self._workers, start=1):
             if worker.stalled or self.now() >= self._stall_watch_from:
                 self.core.tier_stalled(number, stalled=worker.watch(self._stall_seconds))
-
-    def _back_all(self, rounds: Iterable[Iterable[tuple[int, int]]]) -> None:
-        if not all(map(self._back_round, rounds)):
-            return
-        placed = ",".join(map(str, self.region.nodes)) or "chosen by the kernel"
-        if self.region.misplaced is not None:
-            placed = f"chosen by the kernel: {self.region.misplaced}"
-        self._report_placement()
-        _log.info("region backed", bytes=self.region.size_bytes, huge_bytes=self.region.huge_bytes, memory_nodes=placed)
-
-    def _report_placement(self) -> None:
-        """Reports pages that are smaller, or on other NUMA nodes, than they should be."""
-        region, possible = self.region, self.region.size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        if self.memory.is_warm:
-            region.count_huge_pages()
-        if region.huge_bytes < possible * _HUGE_PART:
-            part = f"{region.huge_bytes / region.size_bytes:.0%} of the region is on huge pages"
-            why = "memory is fragmented" if region.huge_bytes else "the kernel gives none (before 6.1, or they are off)"
-            remedy = "kvtier doctor --only huge_pages; docs/troubleshooting.md#it-is-slow"
-            self.downgrades.report("region", f"{part}, because {why}: copies are slower", remedy, subject="huge pages")
-        if region.misplaced is not None:
-            cause = f"the kernel chose the NUMA nodes of the region: {region.misplaced}"
-            remedy = "permit the system call mbind, or set numa = off"
-            self.downgrades.report("region", cause, remedy, subject="numa")
-
-    def _back_round(self, chunks: Iterable[tuple[int, int]]) -> bool:
-        """Backs chunks of the region and adds them to the core. Returns False if memory is short."""
-        for offset, nbytes in chunks:
-            if self._closing.is_set():
-                return False
-            try:
-                self.region.back(offset, nbytes)
-            except RegionError as error:
-                backed, size = self.region.backed_bytes, self.region.size_bytes
-                self._backing_error = f"only {backed} of {size} bytes are backed: {error}"
-                _log.error("region is smaller than configured", backed_bytes=backed, error=str(error))
-                remedy = (
-                    "raise the memory limit, or lower region_size; docs/troubleshooting.md#kvtier-region-not-backed"
-                )
-                self.downgrades.report("region", self._backing_error, remedy, is_logged=False)
-                return False
-            self._call_loop(self._add_memory, offset, nbytes)
-        return True
 
     def _add_memory(self, offset: int, nbytes: int) -> None:
         self.core.add_memory(offset, nbytes)

@@ -2,7 +2,8 @@
 
 A descriptor store keeps what the next server needs (`process/descriptor_store.py`):
 
-- `region-*` and `records`: the memory of each pool, and the records of its slots (`tiers/core/slot_records.py`).
+- `region-*` and `records`: the memory of each pool, and the records of all slots
+  (`tiers/core/slot_records.py`).
 - `alive-*`: one end of a pipe. The server and each child process that maps the region have the
   other end. End of file means that all of them have ended, so none of them writes to the region.
 - `writer-*`: the connections of clients that map the region. The end of a connection means that

@@ -78,8 +78,8 @@ class HostRegion:
     Their sizes never change, so access to the mapped pools cannot cause SIGBUS. Other offsets of
     `memory` are not accessible.
 
-    `close` releases only the region's own view. The memory is unmapped and the descriptors
-    closed when the last view made from `memory` is released. Code that uses `address` must hold a view or
+    `close` releases only the region's own view. The memory is unmapped and the descriptors closed
+    when the last view made from `memory` is released. Code that uses `address` must hold a view or
     ensure that the region is open.
 
     Any thread may call. `back` and `populate` take long and release the GIL; all other methods may

@@ -34,8 +34,8 @@ class Identity:
     """Tenant whose blocks the caller may access; None: any tenant that a session names."""
     roles: frozenset[Role]
     shared_memory: bool
-    """Whether the caller may map the memory pool of its tenant. If it may act for any tenant, it may
-    also map the pool that several tenants share."""
+    """Whether the caller may map the memory pool of its tenant. If it may act for any tenant, it
+    may also map the pool that several tenants share."""
     credential: bytes | None = None
     """Hash of the token, or name of the certificate; None without authentication."""
 

@@ -217,9 +217,10 @@ class AttachServer:
             raise Refused("NOT_READY", "the bulk process is not ready")
 
     async def _serve_region(self, connection: socket.socket, hello: Hello) -> None:
-        """Sends the descriptor of the session's memory pool and waits until the connection ends. Raises `Refused`.
+        """Sends the descriptor of the session's memory pool and waits until the connection ends.
 
-        If it is cancelled, the server ends, and the client may still write to its slots.
+        Raises `Refused`. If it is cancelled, the server ends, and the client may still write to its
+        slots.
         """
         number = next(self._numbers)
         pool = self._sessions.attach(hello.session_id, hello.epoch, number)

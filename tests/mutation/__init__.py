@@ -79,6 +79,7 @@ _RELATED: Mapping[str, tuple[str, ...]] = {
     "server/telemetry/": ("tests/server/telemetry",),
     "server/tier_host/": ("tests/server/tier_host",),
     "server/warm_restart.py": (_WARM,),
+    "server/memory_pools.py": ("tests/server/test_memory_pools.py",),
     "tiers/disk/": ("tests/tiers/disk",),
     "tiers/eviction/": ("tests/tiers/eviction",),
     "tiers/lmdb/": ("tests/tiers/lmdb",),

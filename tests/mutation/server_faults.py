@@ -332,8 +332,26 @@ SERVER_FAULTS = (
     Fault(
         "a caller without shared memory may map the region",
         _SESSIONS,
-        "if session is None or not session.identity.shared_memory:",
-        "if session is None:",
+        "return pool if caller.shared_memory and (pool or caller.tenant is None) else None",
+        "return pool if pool or caller.tenant is None else None",
+    ),
+    Fault(
+        "a caller of one tenant may map the common memory",
+        _SESSIONS,
+        "return pool if caller.shared_memory and (pool or caller.tenant is None) else None",
+        "return pool if caller.shared_memory else None",
+    ),
+    Fault(
+        "a client gets the common memory",
+        "server/rpc/attach_socket.py",
+        "self._region.pools[pool]",
+        "self._region.pools[0]",
+    ),
+    Fault(
+        "other memory pools are used after a restart",
+        "server/memory_pools.py",
+        "            digest.update(tenant.tag)\n",
+        "            pass\n",
     ),
     Fault(
         "connections that wait for memory wait for ever",

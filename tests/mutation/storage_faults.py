@@ -47,9 +47,9 @@ STORAGE_FAULTS = (
     ),
     Fault(
         "the descriptor of an invalid region stays open",
-        _REGION,
-        "        address = _map_aligned(fd, size_bytes)\n    except BaseException:\n        os.close(fd)\n        raise",
-        "        address = _map_aligned(fd, size_bytes)\n    except BaseException:\n        raise",
+        "cuda/host/shared_memory.py",
+        "        address = _map_aligned(size_bytes, ranges)\n    except BaseException:\n        close_all(fds)\n",
+        "        address = _map_aligned(size_bytes, ranges)\n    except BaseException:\n",
     ),
     Fault(
         "the rest of a partly sent piece is sent from its start",

@@ -1,4 +1,4 @@
-"""Memory pools: the sizes that tenants get, and what a client can read in the memory that it maps."""
+"""Memory pools: the sizes that tenants get, and what a client can read in the memory it maps."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def engines(site: Site, **options: str) -> Iterator[dict[str, Client]]:
 class TestWhatAClientCanRead:
     @pytest.mark.parametrize("transport", ["auto", "grpc"])
     def test_only_blocks_of_its_tenant(self, site: Site, transport: str) -> None:
-        """However the blocks came into the memory: each engine finds all of its own, and no other."""
+        """However the blocks came: each engine finds all of its own, and no other."""
         with engines(site, transport=transport) as stores, engines(site) as clients:
             assert [clients[name].transport == "shm" for name in TENANTS] == [True, True, False]
             for name, client in stores.items():

@@ -31,8 +31,8 @@ SLICE = 512
 """Number of blocks of a retiring extent that are evicted at once: 1 ms."""
 
 _MOST_PART = 4
-"""The extents of a pool that retire at a time are at most this part of all. A tenant gets at most as many as
-are then left, so one tenant alone gets a half of them."""
+"""The extents of a pool that retire at a time are at most this part of all. A tenant gets at most
+as many as are then left, so one tenant alone gets a half of them."""
 
 
 @dataclass(slots=True)

@@ -47,7 +47,7 @@ MAX_NAMESPACES = 16_384
 
 _MAGIC = b"kvtslots"
 _PAGE = 4096
-_HEADER = struct.Struct("<8sIIQQ16sI")  # magic, layout, bytes per record, region, extent, pools, checksum
+_HEADER = struct.Struct("<8sIIQQ16sI")  # magic, layout, record, region, extent, pools, checksum
 _UNKEPT_AT, _ATTEMPTS_AT = 64, 68
 
 MAX_ATTEMPTS = 5

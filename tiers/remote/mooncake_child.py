@@ -47,7 +47,7 @@ _Move = Callable[[list[str], list[Any], list[Any]], Sequence[int]]
 
 
 class _Area:
-    """Shared memory that Mooncake uses until `close`: from the offset `begin` of a larger one on."""
+    """Shared memory that Mooncake uses until `close`; its first byte has the offset `begin`."""
 
     def __init__(self, store: Any, fd: int, nbytes: int, begin: int = 0, *, register: bool) -> None:
         self._map = mmap.mmap(fd, nbytes)

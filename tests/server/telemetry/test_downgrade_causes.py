@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,39 +18,38 @@ from kvtier.server.auth.authenticator import AccessControl
 from kvtier.server.bulk import supervisor
 from kvtier.server.bulk.supervisor import BulkProcess
 from kvtier.server.config.schema import AuthConfig, Config, TlsConfig
-from kvtier.server.core_runtime import TierRuntime
 from kvtier.server.events import reader_process
 from kvtier.server.events.reader_process import ReaderProcess
 from kvtier.server.peers.sources import PeerSources
 from kvtier.server.process.child import Restarts
+from kvtier.server.region_backing import RegionBacking
 from kvtier.server.telemetry.downgrades import Downgrades
 
 Provoke = Callable[[Downgrades, Path, pytest.MonkeyPatch], None]
 
 
-def runtime_with(downgrades: Downgrades, **region: Any) -> Any:
-    """The parts of a runtime that back the region."""
+def backing_of(downgrades: Downgrades, **region: Any) -> RegionBacking:
+    """The backing of a region with these attributes."""
     size = 4 * HUGE_PAGE_BYTES
-    own = SimpleNamespace(**{"size_bytes": size, "huge_bytes": size, "backed_bytes": 0, "misplaced": None, **region})
-    memory, closing = SimpleNamespace(is_warm=False), threading.Event()
-    return SimpleNamespace(
-        downgrades=downgrades, region=own, memory=memory, _closing=closing, _call_loop=lambda *_: None
+    own: Any = SimpleNamespace(
+        **{"size_bytes": size, "huge_bytes": size, "backed_bytes": 0, "misplaced": None, **region}
     )
+    return RegionBacking(own, downgrades, lambda *_: None)
 
 
 def small_pages(downgrades: Downgrades, _path: Path, _patch: pytest.MonkeyPatch) -> None:
-    TierRuntime._report_placement(runtime_with(downgrades, huge_bytes=0))
+    backing_of(downgrades, huge_bytes=0).report_placement()
 
 
 def other_nodes(downgrades: Downgrades, _path: Path, _patch: pytest.MonkeyPatch) -> None:
-    TierRuntime._report_placement(runtime_with(downgrades, misplaced="mbind is not permitted"))
+    backing_of(downgrades, misplaced="mbind is not permitted").report_placement()
 
 
 def short_memory(downgrades: Downgrades, _path: Path, _patch: pytest.MonkeyPatch) -> None:
     def refuse(_offset: int, _nbytes: int) -> None:
         raise RegionError("no memory")
 
-    assert not TierRuntime._back_round(runtime_with(downgrades, back=refuse), [(0, HUGE_PAGE_BYTES)])
+    assert not backing_of(downgrades, back=refuse).back([(0, HUGE_PAGE_BYTES)])
 
 
 def expired_certificate(downgrades: Downgrades, path: Path, _patch: pytest.MonkeyPatch) -> None:

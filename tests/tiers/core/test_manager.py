@@ -87,6 +87,7 @@ QUESTIONS = [
     "may_come",
     "namespace_stats",
     "page_of_conversations",
+    "pool_of",
     "prompts",
     "resetting",
     "session",

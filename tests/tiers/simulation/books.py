@@ -9,6 +9,7 @@ from typing import Any
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.leases import LEASE_COST, PENDING_COST
 from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.secondary_tier import NamespaceId
 from kvtier.tiers.types import tenant_of
 
 from .inspect import CoreView, unsettled
@@ -143,6 +144,10 @@ def _slots(core: TierManager, core_view: CoreView) -> Iterator[tuple[str, Any, A
     for offset, share in cpu_tier._detached.items():
         used[share.name] += memory.extent_at(offset).slot_bytes
     yield "owners of slots", cpu_tier._owners, owners
+    retiring = cpu_tier.retiring._all.values()
+    shares = cpu_tier.queues.shares
+    wanted_by = [shares.of(NamespaceId(each.tenant)).pool for each in retiring]
+    yield "pools of retiring extents", [each.extent.pool for each in retiring], wanted_by
     pools = {slot: block.queue.share.pool for slot, block in owners.items()}
     yield "pools of slots", {slot: memory.extent_at(slot).pool for slot in owners}, pools
     yield "used bytes", +Counter({share.name: share.used for share in cpu_tier.queues.shares}), +used
