@@ -29,6 +29,9 @@ __all__ = ["MemoryLayout", "with_pools"]
 
 _log = get_logger(__name__)
 
+_UNNAMED = "(unnamed)"
+"""Name, in figures and messages, of the memory of clients without a tenant."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
@@ -65,7 +68,7 @@ def with_pools(
     known = {tenant.name: tenant for tenant in tenants}
     unit = max(extent_bytes_for(region_bytes), POOL_ALIGNMENT)
     common = [tenant.quotas.get(CPU_TIER, 0) for tenant in tenants if tenant.name not in sharing]
-    own = [known.get(name) or Tenant(name, tenant_tag(name)) for name in sorted(sharing)]
+    own = [known.get(name) or Tenant(name or _UNNAMED, tenant_tag(name)) for name in sorted(sharing)]
     sizes = _sizes(
         own, region_bytes // unit - max(1, -(-sum(common) // unit)), unit, shares_rest=has_others or bool(common)
     )

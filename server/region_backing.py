@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 from ..cuda.host.region import HUGE_PAGE_BYTES, HostRegion, RegionError
 from .telemetry.downgrades import Downgrades
@@ -14,6 +15,8 @@ __all__ = ["RegionBacking"]
 _log = get_logger(__name__)
 
 _CHUNK_BYTES = 64 << 20
+_START_BYTES = 1 << 30
+"""How much of the pools' first ranges is backed before the server is ready: a tenth of a second."""
 _HUGE_PART = 0.9
 """Part of the region that should be on huge pages. The kernel often lacks some of them."""
 
@@ -37,10 +40,15 @@ class RegionBacking:
         self.error: str | None = None
 
     def start(self, first_bytes: int) -> None:
-        """Backs the first bytes of each pool, and starts a thread that backs the others. Blocks."""
+        """Backs the first bytes of the pools, and starts a thread that backs the others. Blocks.
+
+        If there are many pools, the thread backs the first bytes of some.
+        """
         rounds = self._region.rounds(first_bytes, max(first_bytes, _CHUNK_BYTES))
-        if self.back(next(rounds)):
-            self._thread = threading.Thread(target=self._back_all, args=(rounds,), name="kvtier-backing", daemon=True)
+        firsts, at_once = next(rounds), max(1, _START_BYTES // first_bytes)
+        if self.back(firsts[:at_once]):
+            left = chain([firsts[at_once:]], rounds)
+            self._thread = threading.Thread(target=self._back_all, args=(left,), name="kvtier-backing", daemon=True)
             self._thread.start()
 
     def close(self) -> None:

@@ -390,7 +390,7 @@ def _add_token(commands: Any) -> None:
     new.add_argument(
         "--shared-memory",
         action="store_true",
-        help="permit the caller to map the shared memory, which holds all tenants' blocks",
+        help="permit the caller to map the memory of its tenant, or with --tenant '*' of every tenant",
     )
     new.add_argument(
         "--file", metavar="FILE", help="append the entry to this token file (auth.tokens) instead of printing it"

@@ -296,6 +296,17 @@ def test_slots_of_a_lookup_outside_of_the_region_are_refused(slots: list[int]) -
     assert script.calls() == ["CacheService/Lookup", "CacheService/WithdrawGrants"]
 
 
+@pytest.mark.parametrize("slots", [[16, 8], [37, 16]])
+def test_slots_in_the_memory_of_another_tenant_are_refused(slots: list[int]) -> None:
+    """The client has mapped the region from offset 16 to 44 only."""
+    script = Script(region_bytes=64)
+    script.session.region.begin, script.session.region.end = 16, 44
+    with pytest.raises(ServerError, match="tenant"):
+        script.session.check_slots(slots, [PART, PART])
+    script.session.check_slots([16, 36], [PART, PART])
+    script.session.check_slots([], [])
+
+
 @pytest.mark.parametrize(
     ("slots", "sizes"),
     [([16], [PART]), ([16, 40], [PART, 2 * PART]), ([16, 64], [PART, PART]), ([16, 57], [PART, PART])],

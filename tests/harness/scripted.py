@@ -30,7 +30,7 @@ class Script:
         capabilities.limits.max_frame_bytes = 1 << 20
         self.memory = bytearray(region_bytes)
         region = SimpleNamespace(
-            memory=memoryview(self.memory), address=address_of(self.memory)[0], size_bytes=region_bytes
+            memory=memoryview(self.memory), address=address_of(self.memory)[0], begin=0, end=region_bytes
         )
         attachment: Any = SimpleNamespace(region=region) if region_bytes else None
         self.session = ClientSession(common_pb2.SessionRef(session_id=bytes(16)), capabilities, attachment, "")

@@ -87,6 +87,11 @@ class TestSizes:
         _, layout = with_pools([], {"a"}, 9 * MIB, has_others=False)
         assert layout.pool_starts == (0, 2 * MIB)
 
+    def test_clients_without_a_tenant(self) -> None:
+        """Their figures are not those of the common pool."""
+        found, _ = with_pools([], {""}, 64 * MIB, has_others=False)
+        assert [(each.name, each.tag, each.has_pool) for each in found] == [("(unnamed)", tenant_tag(""), True)]
+
     def test_owners_differ(self) -> None:
         """Another tenant, order or size gives another layout; a quota below does not."""
         layouts = [

@@ -9,7 +9,7 @@ from harness.payloads import namespace_of
 from kvtier.server.config.loader import Loaded, load
 from kvtier.server.config.render import to_json, to_toml
 from kvtier.server.config.schema import Admission, ConfigError, Eviction
-from kvtier.server.config.tenants import tenant_tag, tier_settings
+from kvtier.server.config.tenants import tenant_tag, tenants_of, tier_settings
 from kvtier.server.config.units import MIB
 from kvtier.server.rpc.sessions import namespace_spec
 from kvtier.tiers.eviction import DEFAULT_POLICY, POLICIES
@@ -34,7 +34,7 @@ def read(path: Path, text: str) -> Loaded:
 def test_quotas_are_percentages_or_sizes(tmp_path: Path) -> None:
     """A percentage refers to the usable capacity of a tier, not to the size of its files."""
     loaded = read(tmp_path, '[tenants.acme]\nquota = "25%"\nlimit = "50 %"\n[tenants."b c"]\nquota = {cpu = "2MiB"}\n')
-    acme, other = tier_settings(loaded.config, 64 * MIB, [OpenTier()]).tenants  # type: ignore[list-item]
+    acme, other = tenants_of(loaded.config, 64 * MIB, [OpenTier()])  # type: ignore[list-item]
     assert (acme.name, acme.tag) == ("acme", tenant_tag("acme"))
     assert (acme.quotas, acme.limits) == (
         {"cpu": 16 * MIB, "lmdb": 20 * MIB},
@@ -103,7 +103,7 @@ def test_every_policy_can_be_configured() -> None:
     assert set(typing.get_args(Eviction)) == set(POLICIES)
     assert set(typing.get_args(Admission)) == set(ADMISSION)
     config = load(environ={"KVTIER_TIERS": '[{type = "lmdb", size = "100MiB", eviction = "arc", ttl = "1h"}]'}).config
-    keeping = tier_settings(config, 64 * MIB, [])
+    keeping = tier_settings(config, [], (0,))
     assert keeping.eviction == {"cpu": DEFAULT_POLICY, "lmdb": "arc"}
     assert keeping.admission == {"lmdb": DEFAULT_ADMISSION}
     assert keeping.ttl == {"lmdb": 3600}
@@ -111,9 +111,9 @@ def test_every_policy_can_be_configured() -> None:
 
 def test_estimates_can_be_turned_off() -> None:
     """By default the server estimates the hit ratio of other sizes."""
-    assert tier_settings(load(environ={}).config, 64 * MIB, [OpenTier()]).estimates  # type: ignore[list-item]
+    assert tier_settings(load(environ={}).config, [], (0,)).estimates
     turned_off = load(environ={"KVTIER_ESTIMATES": "off"}).config
-    assert not tier_settings(turned_off, 64 * MIB, [OpenTier()]).estimates  # type: ignore[list-item]
+    assert not tier_settings(turned_off, [], (0,)).estimates
 
 
 def test_the_id_of_a_namespace_begins_with_its_tenant() -> None:

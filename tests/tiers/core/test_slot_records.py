@@ -103,7 +103,7 @@ def test_blocks_with_long_keys_are_not_recorded(length: int) -> None:
     found = [name for _, name in server.after_restart()]
     assert found == (names if length == MAX_KEY_BYTES else names[1:])
     again, _ = server.restart()
-    free = again.core._cpu_tier.memory.free_slots(4096)
+    free = again.core._cpu_tier.memory.free_slots((0, 4096))
     assert free == 2 * EXTENT // 4096 - len(found), f"only recovered blocks use slots, of {slots}"
 
 

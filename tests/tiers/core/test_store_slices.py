@@ -136,7 +136,7 @@ def test_the_pins_of_a_long_store_end_in_slices(monkeypatch: pytest.MonkeyPatch)
 
 
 def free_slots(rig: Rig) -> int:
-    return rig.core._cpu_tier.memory.free_slots(4096)
+    return rig.core._cpu_tier.memory.free_slots((0, 4096))
 
 
 @pytest.mark.parametrize("event", ["none", "writer gone", "late completion", "reset", "reader gone"])
