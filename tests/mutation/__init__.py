@@ -20,6 +20,7 @@ FAULTS = (*ADAPTER_FAULTS, *CLIENT_FAULTS, *SERVER_FAULTS, *STORAGE_FAULTS)
 _ADAPTERS = "tests/client/engines/vllm_adapters/test_vllm_"
 _DAMAGE = "tests/server/test_damaged_memory.py"
 _WARM = "tests/server/test_warm_restart.py"
+_POOLS = "tests/server/test_memory_pools.py"
 
 
 def _adapter_tests(*names: str) -> tuple[str, ...]:
@@ -65,6 +66,7 @@ _RELATED: Mapping[str, tuple[str, ...]] = {
     "server/config/": ("tests/server/config",),
     "server/devices/": ("tests/server/devices", "tests/cuda/device"),
     "server/events/": ("tests/server/events", "tests/server/services/test_events.py"),
+    "server/memory_pools.py": (_POOLS,),
     "server/peers/": ("tests/server/peers",),
     "server/region_digests.py": ("tests/server/test_region_digests.py", _DAMAGE),
     "server/rpc/": ("tests/server/rpc", "tests/server/bad_input", "tests/server/auth"),
@@ -72,14 +74,15 @@ _RELATED: Mapping[str, tuple[str, ...]] = {
         "tests/server/rpc/test_listening_sockets.py",
         "tests/server/test_dead_clients.py",
         _WARM,
+        _POOLS,
     ),
     "server/rpc/own_copies.py": ("tests/server/bulk", "tests/server/rpc/test_own_copies.py"),
+    "server/rpc/sessions.py": ("tests/server/rpc", "tests/server/bad_input", "tests/server/auth", _POOLS),
     "server/services/": ("tests/server/services", "tests/server/bad_input", "tests/client/test_client.py", _DAMAGE),
     "server/services/devices.py": ("tests/cuda/device",),
     "server/telemetry/": ("tests/server/telemetry",),
     "server/tier_host/": ("tests/server/tier_host",),
     "server/warm_restart.py": (_WARM,),
-    "server/memory_pools.py": ("tests/server/test_memory_pools.py",),
     "tiers/disk/": ("tests/tiers/disk",),
     "tiers/eviction/": ("tests/tiers/eviction",),
     "tiers/lmdb/": ("tests/tiers/lmdb",),

@@ -186,7 +186,7 @@ def engines(site: Site, **options: str) -> Iterator[dict[str, Client]]:
 
 
 class TestWhatAClientCanRead:
-    @pytest.mark.parametrize("transport", ["auto", "grpc"])
+    @pytest.mark.parametrize("transport", ["auto", "tcp", "grpc"])
     def test_only_blocks_of_its_tenant(self, site: Site, transport: str) -> None:
         """However the blocks came: each engine finds all of its own, and no other."""
         with engines(site, transport=transport) as stores, engines(site) as clients:
