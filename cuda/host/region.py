@@ -60,6 +60,9 @@ POOL_ALIGNMENT = PAGE_BYTES // _DIGEST_BYTES * DIGEST_PAGE_BYTES
 _KEEP_FREE_BYTES = 256 << 20
 """`back` refuses to allocate if the host's available memory would fall below this."""
 
+_ADDRESS_SPACE = 1 << 57
+"""Larger sizes that a peer announces are no sizes of memory, and the sums of mmap would overflow."""
+
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 
@@ -370,7 +373,8 @@ def _check(pool: Pool, size_bytes: int) -> None:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
         raise RegionError(f"descriptor {fd} is not shared memory: {error}") from error
-    if not 0 <= begin < end <= size_bytes or begin % POOL_ALIGNMENT or end % PAGE_BYTES:
+    is_range = 0 <= begin < end <= size_bytes < _ADDRESS_SPACE
+    if not is_range or begin % POOL_ALIGNMENT or end % PAGE_BYTES or size_bytes % PAGE_BYTES:
         raise RegionError(f"the announced range from {begin} to {end} is not one of a region of {size_bytes} bytes")
     if size != end - begin + _table_bytes(end - begin):
         raise RegionError(f"the shared memory has {size} bytes, not the size for {end - begin} bytes of a region")

@@ -34,10 +34,11 @@ def warm_up(
     cgroup. If the driver refuses to pin a chunk, calls ``refused`` and pins no more. Returns when
     all is done or ``over()`` is true.
     """
-    unbacked = list(split_at_chunks(region.begin, region.end - region.begin))
     unpinned: list[_Chunk] = []
     rounds = 0
     with contextlib.suppress(RegionError):  # the region was closed
+        # A driver might not pin a chunk of two pools, which are two mappings.
+        unbacked = [chunk for begin, end, _ in region.pools for chunk in split_at_chunks(begin, end - begin)]
         while (unbacked or unpinned) and not over():
             left = [chunk for chunk in unbacked if region.populate(*chunk) < chunk[1]]
             if pinning is not None:

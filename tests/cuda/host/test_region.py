@@ -416,6 +416,12 @@ class TestPools:
         with HostRegion.attach(pooled.pools, POOLED) as other:
             assert other.populate(0, POOLED) == 3 * POOL_ALIGNMENT
 
+    @pytest.mark.parametrize("size", [POOLED + 1, (1 << 64) - PAGE_BYTES, 1 << 57])
+    def test_a_region_of_an_impossible_size(self, pooled: HostRegion, size: int) -> None:
+        """A server may announce any size. No memory of the client is mapped over."""
+        with pytest.raises(RegionError, match="of a region"):
+            HostRegion.attach([pooled.pools[1]], size)
+
     def test_a_pool_that_is_not_one_of_the_region(self, pooled: HostRegion) -> None:
         begin, end, fd = pooled.pools[1]
         for wrong in (
