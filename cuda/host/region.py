@@ -61,7 +61,7 @@ _KEEP_FREE_BYTES = 256 << 20
 """`back` refuses to allocate if the host's available memory would fall below this."""
 
 _ADDRESS_SPACE = 1 << 57
-"""Larger sizes that a peer announces are no sizes of memory, and the sums of mmap would overflow."""
+"""A peer may announce larger sizes, with which the sums for mmap would overflow."""
 
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
