@@ -36,10 +36,16 @@ NO_TIME = 10_000.0
 class Server:
     """A core of eight extents. Alice stores blocks of 4 KiB, Bob those of 16 KiB or other sizes."""
 
-    def __init__(self, *tenants: Tenant, tiers: tuple[ModelTier, ...] = (), extents: int = EXTENTS) -> None:
+    def __init__(
+        self,
+        *tenants: Tenant,
+        tiers: tuple[ModelTier, ...] = (),
+        extents: int = EXTENTS,
+        pool_starts: tuple[int, ...] = (0,),
+    ) -> None:
         self.now = 0.0
         self.runs_jobs = True
-        settings = TierSettings(tenants=tenants, estimates=False)
+        settings = TierSettings(tenants=tenants, estimates=False, pool_starts=pool_starts)
         self.core = TierManager(EXTENTS * EXTENT, EXTENT, tiers, settings=settings)
         self.core.add_memory(0, extents * EXTENT)
         self.alice, self.bob = self.open(ALICE, SMALL), self.open(BOB, LARGE)
@@ -570,3 +576,24 @@ def test_leases_in_an_extent_that_retires_anew_have_their_time(monkeypatch: pyte
     while pins.runs:
         core.work()
     assert all(map(is_open, left))
+
+
+def test_an_extent_of_the_tenants_own_pool_retires() -> None:
+    """Bob pins blocks in all extents of the pool. No extent of the common pool retires."""
+    half = EXTENTS // 2
+    server = Server(Tenant("bob", BOB, {"cpu": half * EXTENT}, {}, has_pool=True), pool_starts=(0, half * EXTENT))
+    small, numbers = server.open(BOB, SMALL), list(range(half * SLOTS))
+    for session in (server.alice, small):
+        for start in range(0, len(numbers), SLOTS):
+            assert NO_ROOM not in server.store(session, *numbers[start : start + SLOTS])
+    assert server.lease(small, *numbers) is not None
+    for _ in range(int(3 * GRACE_SECONDS)):
+        if NO_ROOM not in server.store(server.bob, 9000):
+            break
+        server.wait(1)
+    else:
+        pytest.fail("Bob gets no room")
+    assert all(map(server.block, numbers))
+    memory = server.core._cpu_tier.memory
+    assert {extent.slot_bytes for extent in memory.extents_after(None, 0)} == {SMALL}
+    assert {extent.slot_bytes for extent in memory.extents_after(None, 1)} >= {SMALL, LARGE}

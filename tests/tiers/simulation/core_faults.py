@@ -1104,11 +1104,4 @@ MUTANTS = (
         "            if queue.size_class == slot_bytes or queue.share.pool != share.pool:\n",
         "            if queue.size_class == slot_bytes:\n",
     ),
-    Mutant(
-        "an extent of another memory pool retires",
-        Invariant.RETIRING,
-        "core/victim_selection.py",
-        "self._memory.extents_after(self._weighed.get(share.pool), share.pool)",
-        "self._memory.extents_after(None, len(self._memory._unclaimed) - 1 - share.pool)",
-    ),
 )
