@@ -152,8 +152,12 @@ def tls_route(site: Site, holder: str | None = "acme-far") -> Route:
 
 @contextlib.contextmanager
 def serving(route: str, directory: Path, **options: Any) -> Iterator[Route]:
-    """Runs a server with TCP, or with TLS and tokens for the route "tls"."""
+    """Runs a server with TCP, or with TLS and tokens for the route "tls".
+
+    With tokens, the tenant of the tests gets almost all memory, as it does without them.
+    """
     if route == "tls":
+        options["config"] = f'{options.get("config", "")}\n[tenants.acme]\nquota = {{cpu = "90%"}}'
         site = make_site(directory, **options)
         with site.server.start():
             yield tls_route(site)
