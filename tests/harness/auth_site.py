@@ -96,18 +96,21 @@ def make_site(
     heartbeat: float = 4.0,
     region: int = 16 * MIB,
     lmdb: int = 32 * MIB,
+    shared_memory: bool = True,
 ) -> Site:
     """A server that listens on TLS, not started; `tls` and `auth` are additions to their tables.
 
+    With `shared_memory` the tenants acme and zeta have memory of their own; without it all tenants
+    share the common memory.
     A client tolerates five missing heartbeats, because a busy machine may be silent for that long.
     """
     authority = Authority(directory)
     pair = authority.issue("server")
     tokens = Tokens(directory / "tokens.toml")
-    tokens.add("acme-engine", "acme", "engine", shared_memory=True)
+    tokens.add("acme-engine", "acme", "engine", shared_memory=shared_memory)
     tokens.add("acme-far", "acme", "engine")
-    tokens.add("acme-reader", "acme", "reader", shared_memory=True)
-    tokens.add("zeta-engine", "zeta", "engine", shared_memory=True)
+    tokens.add("acme-reader", "acme", "reader", shared_memory=shared_memory)
+    tokens.add("zeta-engine", "zeta", "engine", shared_memory=shared_memory)
     tokens.add("any-engine", "*", "engine")
     tokens.add("boss", None, "admin")
     tokens.add("prometheus", None, "metrics")

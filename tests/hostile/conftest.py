@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Returns one server, shared by the attacks of a module; it must survive them."""
-    made = make_site(tmp_path_factory.mktemp("t"))
+    made = make_site(tmp_path_factory.mktemp("t"), shared_memory=False)
     with made.server.start():
         yield made
         assert made.server.alive

@@ -101,7 +101,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     directory = tmp_path_factory.mktemp("o")
     with contextlib.ExitStack() as stack:
         if request.param == "tls":
-            site = make_site(directory, region=REGION, config=CONFIG)
+            site = make_site(directory, region=REGION, config=CONFIG, shared_memory=False)
             stack.enter_context(site.server.start())
             place = Place(tls_route(site), site.credentials("acme-reader"), site.credentials("zeta-engine"), site)
         else:

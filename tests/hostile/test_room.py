@@ -38,7 +38,7 @@ SALTS = itertools.count()
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    made = make_site(tmp_path_factory.mktemp("t"), region=REGION, lmdb=128 * MIB)
+    made = make_site(tmp_path_factory.mktemp("t"), region=REGION, lmdb=128 * MIB, shared_memory=False)
     with made.server.start():
         with _client(made, "zeta-engine") as victim, _client(made, "acme-far") as attacker:
             _put_on_disk(victim, VICTIMS)
@@ -214,7 +214,7 @@ def test_a_grant_that_is_withdrawn_before_its_call(site: Site) -> None:
 @pytest.mark.parametrize("quota", ["", f'[tenants.zeta]\nquota = {{ cpu = "{REGION // 4}" }}\n'], ids=["", "quotas"])
 def test_a_leased_block_in_each_extent(tmp_path: Path, quota: str) -> None:
     """The attacker leases every fourth block, again and again. The victim stores a larger one."""
-    made = make_site(tmp_path, region=REGION, config=quota)
+    made = make_site(tmp_path, region=REGION, config=quota, shared_memory=False)
     with made.server.start(), _client(made, "acme-far") as attacker, _client(made, "zeta-engine", 2 * PART) as victim:
         for start in range(0, BLOCKS, 16):
             batch = ATTACKERS[start : start + 16]

@@ -131,7 +131,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     directory = tmp_path_factory.mktemp("p")
     with contextlib.ExitStack() as stack:
         if request.param == "tls":
-            site = make_site(directory, region=REGION)
+            site = make_site(directory, region=REGION, shared_memory=False)
             stack.enter_context(site.server.start())
             place = Place("tls", tls_route(site), site.credentials("zeta-engine"))
         else:
