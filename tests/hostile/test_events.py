@@ -80,7 +80,7 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Events]:
             f'[events]\npublish = "tcp://127.0.0.1:{publish.number}"\nreplay = "tcp://127.0.0.1:{replay.number}"\n'
             f"insecure = true\nbuffer = {BUFFER}\nmax_readers = {MAX_READERS}\n"
         )
-        made = make_site(tmp_path_factory.mktemp("t"), config=config)
+        made = make_site(tmp_path_factory.mktemp("t"), config=config, shared_memory=False)
         with made.server.start():
             yield Events(made, publish.number, replay.number)
             assert made.server.alive
