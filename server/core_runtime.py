@@ -132,7 +132,7 @@ class TierRuntime:
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Backs the first extent of each pool, and starts the ticks and the other backing."""
+        """Backs the first extents, starts a thread that backs the others, and starts the ticks."""
         self._loop = asyncio.get_running_loop()
         self.memory.recover(self.core)
         await asyncio.to_thread(self._backing.start, self.extent_bytes)

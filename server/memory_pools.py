@@ -3,9 +3,8 @@
 A client that maps shared memory sees all bytes of the pool that it maps. So each tenant whose
 credentials permit shared memory gets a pool of its own when the server starts, and its clients map
 only this pool. All other tenants use the common pool. Only callers that may act for any tenant can
-map the common pool. A pool never changes its tenant while the server runs, because a GPU that a
-client has registered memory with would go on writing to pages that the kernel gave to another
-tenant.
+map the common pool. No memory moves between pools while the server runs, because a GPU's driver
+keeps the pages that a client has registered: copies would go on to pages that no other process has.
 
 The size of a pool is the tenant's quota in the CPU tier. Tenants without a quota get equal parts of
 the memory that is left, and so does the common pool if the configuration or the token file names
@@ -63,7 +62,7 @@ def with_pools(
         region_bytes: size of the region.
         has_others: whether the credentials permit further tenants.
 
-    A tenant gets no pool if the region is too small for the pools of all.
+    A tenant gets no pool if the region is too small for the pools of all, or its limit for one.
     """
     known = {tenant.name: tenant for tenant in tenants}
     unit = max(extent_bytes_for(region_bytes), POOL_ALIGNMENT)

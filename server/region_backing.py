@@ -16,7 +16,8 @@ _log = get_logger(__name__)
 
 _CHUNK_BYTES = 64 << 20
 _START_BYTES = 1 << 30
-"""How much of the pools' first ranges is backed before the server is ready: a tenth of a second."""
+"""How much of the pools' first ranges is backed before the server is ready: 0.07 to 0.17 seconds
+with huge pages."""
 _HUGE_PART = 0.9
 """Part of the region that should be on huge pages. The kernel often lacks some of them."""
 

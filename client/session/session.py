@@ -171,8 +171,9 @@ class ClientSession(ForkGuarded):
         region = self.region
         if region is None:
             return
-        begin, end = min(offsets, default=region.begin), max(map(add, offsets, sizes), default=0)
-        if len(offsets) != len(sizes) or begin < region.begin or end > region.end:
+        # Offsets are not negative, so the pool that begins at 0 needs no comparison with its begin.
+        is_before = region.begin > 0 and min(offsets, default=region.begin) < region.begin
+        if len(offsets) != len(sizes) or is_before or max(map(add, offsets, sizes), default=0) > region.end:
             raise ServerError("the server named slots that are not in the memory of this client's tenant")
 
     def begin_use(self, user: weakref.ref[object]) -> None:

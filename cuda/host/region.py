@@ -151,14 +151,10 @@ class HostRegion:
         """
         own: list[Pool] = []
         try:
-            for pool in pools:
-                _check(pool, size_bytes)
-                own.append(pool._replace(fd=fcntl.fcntl(pool.fd, fcntl.F_DUPFD_CLOEXEC, 0)))
-        except (OSError, RegionError) as error:
+            own.extend(_duplicate(pool, size_bytes) for pool in pools)
+        except RegionError:
             close_all([pool.fd for pool in own])
-            if isinstance(error, RegionError):
-                raise
-            raise RegionError(f"cannot keep the region's descriptor: {error}") from error
+            raise
         return cls(own, size_bytes)
 
     @classmethod
@@ -365,8 +361,11 @@ class HostRegion:
         return self._advise(start, HUGE_PAGE_BYTES, _MADV_COLLAPSE) or ctypes.get_errno() != errno.EINVAL
 
 
-def _check(pool: Pool, size_bytes: int) -> None:
-    """Raises `RegionError` if a pool is not one of a region of this size."""
+def _duplicate(pool: Pool, size_bytes: int) -> Pool:
+    """Returns a pool with a descriptor of its own.
+
+    Raises `RegionError` if it is not a pool of a region of this size.
+    """
     begin, end, fd = pool
     try:
         size = os.fstat(fd).st_size
@@ -380,6 +379,10 @@ def _check(pool: Pool, size_bytes: int) -> None:
         raise RegionError(f"the shared memory has {size} bytes, not the size for {end - begin} bytes of a region")
     if not seals & fcntl.F_SEAL_SHRINK:
         raise RegionError("the region is not sealed against shrinking")
+    try:
+        return pool._replace(fd=fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0))
+    except OSError as error:
+        raise RegionError(f"cannot keep the region's descriptor: {error}") from error
 
 
 def _table_bytes(size_bytes: int) -> int:
