@@ -81,10 +81,10 @@ demo-router: $(VLLM)/.stamp  ## Compare examples/kv_aware_router with round robi
 ##@ Test (ARGS='...' are options of pytest)
 
 PYTEST_ON_TWO_CORES = $(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal $(if $(COVERAGE),--cov --cov-report=term)
-test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (11 to 15 minutes on 2 cores); COVERAGE=1 adds a table
+test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (10 to 12 minutes on 2 cores); COVERAGE=1 adds a table
 	$(PYTEST_ON_TWO_CORES) -m 'not slow' $(ARGS)
 
-test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take long: many kills, curves, hangs, documentation (11 to 15 minutes on 2 cores)
+test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take long: many kills, curves, hangs, documentation (10 to 12 minutes on 2 cores)
 	$(PYTEST_ON_TWO_CORES) -m slow $(ARGS)
 
 # NEXT: the Python code of the next vLLM over the compiled libraries of this one. An engine takes all

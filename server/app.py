@@ -232,6 +232,7 @@ class Server:
         self._run_until_stop(watch_loop(metrics.loop_lag.observe, loop_lag.observe))
         closers.push_async_callback(health.shut_down)
         self._has_started = True
+        runtime.memory.server_is_ready()
         _log.info(
             "ready",
             listen=list(config.listen),

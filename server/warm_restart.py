@@ -100,7 +100,6 @@ class WarmMemory:
             found = core.recover(self._writers)
         finally:
             gc.enable()
-        self.records.count_recovery(has_ended=True)
         loop = asyncio.get_running_loop()
         self._unwatch = loop.remove_reader
         for tag, connections in self._writers.items():
@@ -115,6 +114,11 @@ class WarmMemory:
             unusable_bytes=found.unusable_bytes,
             seconds=round(time.monotonic() - began, 3),
         )
+
+    def server_is_ready(self) -> None:
+        """Called when the server has started with the recovered blocks."""
+        if self.is_warm and self.records is not None:
+            self.records.count_recovery(has_ended=True)
 
     def _read(self, tag: int, name: str, gone: Callable[[int], object]) -> None:
         connection = self._writers[tag][name]

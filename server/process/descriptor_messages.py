@@ -32,6 +32,7 @@ __all__ = [
     "Received",
     "close_quietly",
     "is_name",
+    "message_of",
     "peer_of",
     "receive",
     "send",
@@ -89,11 +90,15 @@ def close_quietly(descriptor: int) -> None:
         os.close(descriptor)
 
 
+def message_of(fields: Mapping[str, str]) -> str:
+    """Returns the text of a message."""
+    return "\n".join(f"{key}={value}" for key, value in fields.items())
+
+
 def send(connection: socket.socket, fields: Mapping[str, str], descriptor: int | None = None) -> None:
     """Sends a message without waiting. Raises `OSError`, also if the queue is full."""
-    text = "\n".join(f"{key}={value}" for key, value in fields.items())
     rights = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
-    connection.sendmsg([text.encode()], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    connection.sendmsg([message_of(fields).encode()], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 def receive(connection: socket.socket) -> Received:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import errno
 import fcntl
@@ -9,18 +10,20 @@ import os
 import select
 import socket
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from .descriptor_messages import FDLIST, HELLO, LIST_END, VERSION, Received, is_name, peer_of, receive, send
+from .descriptor_messages import FDLIST, HELLO, LIST_END, VERSION, Received, is_name, message_of, peer_of, receive, send
 from .notify_socket import notify, notify_address
 
 __all__ = ["DescriptorStore", "DescriptorStoreError", "KeeperStore", "SystemdStore", "open_descriptor_store"]
 
 _ANSWER_SECONDS = 30.0
 """Longest wait for each message of the keeper."""
+_ROOM_SECONDS = 0.5
+"""Longest wait for room in the queue of the keeper, which reads hundreds of messages in 1 ms."""
 _FIRST_INHERITED = 3
 _MOST_INHERITED = 1 << 20
 
@@ -33,7 +36,8 @@ class DescriptorStore(Protocol):
     """Store of descriptors that outlive the server.
 
     Names match [a-z0-9-]{1,64}, otherwise methods raise `ValueError`. Several descriptors may have
-    one name. Keep a file under one name only, because systemd ignores a second one.
+    one name. Keep a file under one name only, because systemd ignores a second one. If the queue of
+    the store is full, methods wait at most `_ROOM_SECONDS`, and not again before it has had room.
     """
 
     def take(self) -> list[tuple[str, int]]:
@@ -45,7 +49,7 @@ class DescriptorStore(Protocol):
         ...
 
     def keep(self, name: str, descriptor: int, *, until_hangup: bool = False) -> None:
-        """Stores a duplicate, without waiting. Raises `OSError` if the store does not accept it.
+        """Stores a duplicate. Raises `OSError` if the store does not accept it.
 
         With `until_hangup` the store drops the duplicate when poll(2) reports POLLHUP or POLLERR.
         The duplicate counts until `forget`, also if the store has dropped it.
@@ -53,7 +57,7 @@ class DescriptorStore(Protocol):
         ...
 
     def forget(self, name: str) -> None:
-        """Drops all descriptors with this name, without waiting. Raises `OSError`."""
+        """Drops all descriptors with this name. Raises `OSError`; the next call tries again."""
         ...
 
     def close(self) -> None:
@@ -73,69 +77,91 @@ def open_descriptor_store(keeper: Path | None, environment: Mapping[str, str] = 
     return SystemdStore(address, limit, environment) if address is not None and limit > 0 else None
 
 
-class _Count:
-    """Number of descriptors that a store has, by name. The store refuses more than `limit`."""
+class _CountedStore(abc.ABC):
+    """What both stores do: they count the descriptors by name, and wait for room in the queue.
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.unnamed = 0
-        self.names: Counter[str] = Counter()
-
-    def check(self, name: str) -> None:
-        """Raises `OSError` if the store is full, and `ValueError`."""
-        _check_name(name)
-        if self.unnamed + self.names.total() >= self.limit:
-            raise OSError(errno.ENOSPC, f"the store of descriptors has its maximum of {self.limit}")
-
-    def check_listed(self, listed: int) -> None:
-        """Raises `ValueError` if a store lists more descriptors than it can have."""
-        if listed > self.limit:
-            raise ValueError(f"it lists more than its maximum of {self.limit} descriptors")
-
-
-class SystemdStore:
-    """Store of systemd: FileDescriptorStoreMax= in systemd.service(5).
-
-    systemd silently ignores descriptors above its limit, so this class counts.
+    They count because systemd silently ignores descriptors above its limit.
     """
 
+    def __init__(self) -> None:
+        self._limit = 0
+        self._unnamed = 0
+        """Descriptors of an earlier server whose names this one does not know."""
+        self._names: Counter[str] = Counter()
+        self._unsent: deque[str] = deque()
+        """Names that the store must still forget."""
+        self._has_room = True
+
+    def keep(self, name: str, descriptor: int, *, until_hangup: bool = False) -> None:
+        _check_name(name)
+        self._send_unsent()
+        if self._unnamed + self._names.total() >= self._limit:
+            raise OSError(errno.ENOSPC, f"the store of descriptors has its maximum of {self._limit}")
+        poll = {} if until_hangup else {"FDPOLL": "0"}
+        self._send({"FDSTORE": "1", "FDNAME": name, **poll}, descriptor)
+        self._names[name] += 1
+
+    def forget(self, name: str) -> None:
+        _check_name(name)
+        self._unsent.append(name)
+        self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        while self._unsent:
+            self._send({"FDSTOREREMOVE": "1", "FDNAME": self._unsent[0]})
+            del self._names[self._unsent.popleft()]
+
+    def _send(self, fields: Mapping[str, str], descriptor: int | None = None) -> None:
+        deadline = time.monotonic() + (_ROOM_SECONDS if self._has_room else 0.0)
+        self._has_room = False
+        while True:
+            try:
+                self._send_now(fields, descriptor)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.001)
+        self._has_room = True
+
+    @abc.abstractmethod
+    def _send_now(self, fields: Mapping[str, str], descriptor: int | None) -> None:
+        """Sends a message without waiting. Raises `OSError`, also if the queue is full."""
+
+
+class SystemdStore(_CountedStore):
+    """Store of systemd: FileDescriptorStoreMax= in systemd.service(5)."""
+
     def __init__(self, address: str, limit: int, environment: Mapping[str, str] = os.environ) -> None:
-        self._address = address
-        self._count = _Count(limit)
+        super().__init__()
+        self._address, self._limit = address, limit
         self._inherited: list[tuple[str, int]] = []
         for name, descriptor in _inherited(environment):
             if is_name(name):
                 self._inherited.append((name, descriptor))
-                self._count.names[name] += 1
+                self._names[name] += 1
             else:  # not from this store, but systemd may count it
-                self._count.unnamed += 1
+                self._unnamed += 1
 
     def take(self) -> list[tuple[str, int]]:
         taken, self._inherited = self._inherited, []
         return taken
-
-    def keep(self, name: str, descriptor: int, *, until_hangup: bool = False) -> None:
-        self._count.check(name)
-        poll = "" if until_hangup else "\nFDPOLL=0"
-        notify(self._address, f"FDSTORE=1\nFDNAME={name}{poll}", [descriptor])
-        self._count.names[name] += 1
-
-    def forget(self, name: str) -> None:
-        _check_name(name)
-        notify(self._address, f"FDSTOREREMOVE=1\nFDNAME={name}")
-        del self._count.names[name]
 
     def close(self) -> None:
         """Closes what was not taken."""
         for _, descriptor in self.take():
             os.close(descriptor)
 
+    def _send_now(self, fields: Mapping[str, str], descriptor: int | None) -> None:
+        notify(self._address, message_of(fields), [] if descriptor is None else [descriptor])
 
-class KeeperStore:
+
+class KeeperStore(_CountedStore):
     """Store of a `kvtier keeper`, which serves one server at a time. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         """Connects. Raises `DescriptorStoreError`."""
+        super().__init__()
         self._path = path
         self._connection = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
@@ -143,7 +169,7 @@ class KeeperStore:
         self._is_taken = False
         try:
             with self._problems_named():
-                self._count = self._open()
+                self._open()
         except BaseException:
             self._connection.close()
             raise
@@ -158,31 +184,27 @@ class KeeperStore:
                 send(self._connection, FDLIST)
                 while (listed := _listed(self._next())) is not None:
                     taken.append(listed)
-                    self._count.check_listed(len(taken))
+                    self._check_listed(len(taken))
         except BaseException:
             for _, descriptor in taken:
                 os.close(descriptor)
             raise
-        self._count.unnamed = 0
-        self._count.names = Counter(name for name, _ in taken)
+        self._unnamed = 0
+        self._names = Counter(name for name, _ in taken)
         return taken
-
-    def keep(self, name: str, descriptor: int, *, until_hangup: bool = False) -> None:
-        self._count.check(name)
-        poll = {} if until_hangup else {"FDPOLL": "0"}
-        send(self._connection, {"FDSTORE": "1", "FDNAME": name, **poll}, descriptor)
-        self._count.names[name] += 1
-
-    def forget(self, name: str) -> None:
-        _check_name(name)
-        send(self._connection, {"FDSTOREREMOVE": "1", "FDNAME": name})
-        del self._count.names[name]
 
     def close(self) -> None:
         self._connection.close()
 
-    def _open(self) -> _Count:
-        """Connects and exchanges versions; returns how many descriptors the keeper has."""
+    def _send_now(self, fields: Mapping[str, str], descriptor: int | None) -> None:
+        send(self._connection, fields, descriptor)
+
+    def _check_listed(self, listed: int) -> None:
+        if listed > self._limit:
+            raise ValueError(f"it lists more than its maximum of {self._limit} descriptors")
+
+    def _open(self) -> None:
+        """Connects and exchanges versions."""
         self._connection.connect(os.fspath(self._path))
         _, uid = peer_of(self._connection)
         if uid not in (0, os.geteuid()):
@@ -196,9 +218,7 @@ class KeeperStore:
             raise DescriptorStoreError(f"the keeper at {self._path} refuses: {reason}")
         if fields.get(HELLO) != VERSION:
             raise ValueError(f"it does not speak version {VERSION} of the protocol")
-        count = _Count(int(fields.get("FDSTOREMAX", "")))
-        count.unnamed = int(fields.get("FDSTORED", ""))
-        return count
+        self._limit, self._unnamed = int(fields.get("FDSTOREMAX", "")), int(fields.get("FDSTORED", ""))
 
     def _next(self) -> Received:
         """Waits for a message of the keeper. Raises `OSError`."""

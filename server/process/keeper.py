@@ -268,14 +268,18 @@ class Keeper:
     def _invalidate(self, server: _Peer, reason: str) -> None:
         """Ignores further messages of the server. Its sends fail from now on.
 
-        The connection stays open here, because the process may still write to the region.
+        All descriptors are dropped, because the server believes that the keeper has one more. If it
+        is the connection of a client, the next server would give the slots to which the client
+        still writes to others. The connection to the server stays open, so that no other one is
+        admitted while this one writes to the region.
         """
         server.is_invalid = True
         server.listing.clear()
+        count = self._drop_all()
         self._epoll.modify(server.connection, 0)  # only the hang-up
         with contextlib.suppress(OSError):
             server.connection.shutdown(socket.SHUT_RD)
-        self._log(f"server ignored ({server.process}): {reason}")
+        self._log(f"server ignored ({server.process}), and {count} descriptors are dropped: {reason}")
         while self._read(server):  # closes the descriptors that it had sent
             pass
 

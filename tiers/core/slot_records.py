@@ -19,6 +19,7 @@ import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -50,8 +51,8 @@ _PAGE = 4096
 _HEADER = struct.Struct("<8sIIQQ16sI")  # magic, layout, record, region, extent, pools, checksum
 _UNKEPT_AT, _ATTEMPTS_AT = 64, 68
 
-MAX_ATTEMPTS = 5
-"""Number of recoveries that may end the server, or be killed, before the records are not used."""
+MAX_ATTEMPTS = 4  # systemd permits five starts
+"""Number of starts with a recovery that may fail before the records are not used."""
 
 _HEAD = struct.Struct("<IBBHIIQ")
 """Checksum, kind, bytes of the key, rank, namespace, pages of the slot, age or session."""
@@ -73,9 +74,7 @@ _INDEX_BITS = MAX_NAMESPACES.bit_length()
 _INDEX_MASK = (1 << _INDEX_BITS) - 1
 _MAX_GENERATION = (1 << (32 - _INDEX_BITS)) - 1
 
-
-_index_of, _queue_of = attrgetter("namespace_index"), attrgetter("queue")
-_key_of, _slots_of = attrgetter("key"), attrgetter("slots")
+_index_of, _queue_of, _key_of, _slots_of = map(attrgetter, ("namespace_index", "queue", "key", "slots"))
 
 
 class RecordsError(Exception):
@@ -169,7 +168,7 @@ class SlotRecords(NoRecords):
         self._per_tenant: Counter[bytes] = Counter()
         self._unused = deque(range(MAX_NAMESPACES))
         """Places of the table of namespaces; the longest unused one first."""
-        self._generations = bytearray(4 * MAX_NAMESPACES)
+        self._generations = memoryview(bytearray(4 * MAX_NAMESPACES)).cast("I")
 
     @staticmethod
     def size_bytes(region_bytes: int, extent_bytes: int) -> int:
@@ -206,7 +205,7 @@ class SlotRecords(NoRecords):
         return _HEADER.pack(*fields, crc32(_HEADER.pack(*fields, 0)))
 
     def count_recovery(self, *, has_ended: bool = False) -> None:
-        """Called before and after a recovery, which could end the server for lack of memory."""
+        """Called before a recovery, which could end the server, and when the server is ready."""
         attempts = _U32.unpack_from(self._memory, _ATTEMPTS_AT)[0]
         _U32.pack_into(self._memory, _ATTEMPTS_AT, 0 if has_ended else attempts + 1)
 
@@ -233,7 +232,7 @@ class SlotRecords(NoRecords):
         _CLASS.pack_into(self._memory, _PAGE + extent * _CLASS.size, pages, ~pages & _MASK)
 
     def granted(self, tag: int, offsets: Sequence[int]) -> None:
-        record = _RECORD.pack(_head(_GRANTED[0], 0, 0, 0, 0, tag), b"")
+        record = _grant_record(tag)
         for place, first, end in self._runs(offsets):
             self._write(self._records_at + place * _RECORD.size, record * (end - first))
             self._write(self._states_at + place, _GRANTED * (end - first))
@@ -257,14 +256,21 @@ class SlotRecords(NoRecords):
     ) -> None:
         keys = list(map(_key_of, blocks))
         if HOLD_ONLY_KEY_PREFIX in b"".join(keys):
+            self._complete([block for block in blocks if block.hold_only])
             blocks = [block for block in blocks if not block.hold_only]
             keys = list(map(_key_of, blocks))
         number = index.number or self._register(index)
         if not number or not keys or key_bytes > MAX_KEY_BYTES:
+            self._complete(blocks)
             return
         pages = queue.size_class // SLOT_ALIGNMENT
         for rank, offsets in enumerate(zip(*map(_slots_of, blocks), strict=True)):
             self._write_parts(_head(_READY[0], key_bytes, rank, number, pages, self._age), keys, list(offsets))
+
+    def _complete(self, blocks: Sequence[Block]) -> None:
+        """Ends the grants of blocks that are not recorded: their clients do not write any more."""
+        for offsets in zip(*map(_slots_of, blocks), strict=True):
+            self.free(list(offsets))
 
     def _write_parts(self, head: bytes, keys: Sequence[bytes], offsets: Sequence[int]) -> None:
         between = bytes(MAX_KEY_BYTES - len(keys[0])) + head
@@ -300,24 +306,19 @@ class SlotRecords(NoRecords):
             found.append(pages * SLOT_ALIGNMENT)
         return found
 
-    def namespaces(self) -> Iterator[tuple[int, NamespaceSpec]]:
-        """Yields the recorded namespaces with their numbers. Damaged ones are left out.
+    def namespaces(self) -> list[tuple[int, NamespaceSpec]]:
+        """Returns the recorded namespaces with their numbers. Damaged ones are left out.
 
         Call it before a namespace is recorded. The caller passes those that it does not use to
         `forget`.
         """
-        unused = []
-        for place in range(MAX_NAMESPACES):
-            found = self._read_namespace(place)
-            if found is None:
-                unused.append(place)
-                continue
-            number, spec = found
+        read = [self._read_namespace(place) for place in range(MAX_NAMESPACES)]
+        self._unused = deque(place for place, namespace in enumerate(read) if namespace is None)
+        for number, spec in (found := list(filter(None, read))):
             self._numbers[number] = tenant = tenant_of(spec.id)
             self._per_tenant[tenant] += 1
-            self._set_generation(place, number >> _INDEX_BITS)
-            yield number, spec
-        self._unused = deque(unused)
+            self._generations[number & _INDEX_MASK] = number >> _INDEX_BITS
+        return found
 
     def continue_after(self, age: int) -> None:
         self._age = max(self._age, age)
@@ -358,8 +359,7 @@ class SlotRecords(NoRecords):
             return 0
         place = self._unused[0]
         self._unused.popleft()
-        generation = self._generation(place) % _MAX_GENERATION + 1
-        self._set_generation(place, generation)
+        self._generations[place] = generation = self._generations[place] % _MAX_GENERATION + 1
         number = generation << _INDEX_BITS | place
         fields = number, spec.world_size, len(runs), spec.id
         packed = b"".join(_RUN.pack(*run) for run in runs)
@@ -410,16 +410,15 @@ class SlotRecords(NoRecords):
     def _namespace_at(self, place: int) -> int:
         return self._namespaces_at + place * _NAMESPACE_BYTES
 
-    def _generation(self, place: int) -> int:
-        return int.from_bytes(self._generations[4 * place : 4 * place + 4], "little")
-
-    def _set_generation(self, place: int, generation: int) -> None:
-        self._generations[4 * place : 4 * place + 4] = generation.to_bytes(4, "little")
-
 
 def session_tag(session_id: bytes) -> int:
     """Returns the tag under which the slots of a session are recorded."""
     return int.from_bytes(session_id[:8], "little")
+
+
+@lru_cache(maxsize=1024)
+def _grant_record(tag: int) -> bytes:
+    return _RECORD.pack(_head(_GRANTED[0], 0, 0, 0, 0, tag), b"")
 
 
 def _head(*fields: int) -> bytes:

@@ -111,6 +111,16 @@ class TestAnyStore:
             server.call("forget", "engine-0")
             assert server.call("many", "region", 1) == [1]
 
+    def test_many_names_are_forgotten_at_once(self, site: Site) -> None:
+        """The queue of the store has room for fewer messages, so the server waits for room."""
+        with site.start() as server:
+            server.call("memory", "old-1999", "text")
+        with site.start() as server:
+            server.call("take")
+            server.call("forget_all", "old", 2000)
+            assert server.call("memory", "region", "text") is None
+        assert contents(site) == [["region", "text"]]
+
     @pytest.mark.parametrize("name", ["", "Region", "a_b", "a b", "a\n", "a:b", "é", "x" * 65])
     def test_other_names_are_refused(self, site: Site, name: str) -> None:
         with site.start() as server:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -170,6 +171,29 @@ class TestProcess:
             with keeper.start() as server:
                 assert server.call("count") == 192
 
+    def test_a_descriptor_that_it_cannot_receive_ends_the_warm_restart(self, keeper: RunningKeeper) -> None:
+        """The next server must not believe that it knows all clients, so it gets nothing."""
+        with keeper.start() as server:
+            server.call("memory", "region", "text")
+            soft, hard = resource.prlimit(keeper.process.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(keeper.process.pid, resource.RLIMIT_NOFILE, (3, hard))
+            assert server.call("socket", "writer-1") is None
+            wait_until(lambda: "server ignored" in keeper.log)
+            assert server.call("socket", "writer-2").startswith("BrokenPipeError")
+            resource.prlimit(keeper.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        assert contents(keeper) == []
+
+    def test_a_stopped_keeper_delays_a_server_once(self, keeper: RunningKeeper) -> None:
+        """The server waits for room in the queue once, and sends the rest when there is room."""
+        with keeper.start() as server:
+            server.call("memory", "old-1999", "text")
+            keeper.process.send_signal(signal.SIGSTOP)
+            server.call("forget_all", "old", 2000)
+            assert server.call("memory", "region", "text").startswith("BlockingIOError")
+            keeper.process.send_signal(signal.SIGCONT)
+            wait_until(lambda: server.call("memory", "region", "text") is None)
+        assert contents(keeper) == [["region", "text"]]
+
 
 class TestServers:
     def test_a_second_server_is_refused(self, keeper: RunningKeeper) -> None:
@@ -332,7 +356,10 @@ INVALID = {
 class TestInvalidMessages:
     @pytest.mark.parametrize("name", INVALID)
     def test_an_invalid_message_ends_the_service(self, keeper: RunningKeeper, name: str) -> None:
-        """Later messages are ignored. What was kept stays, nothing leaks, and one line is logged.
+        """Later messages are ignored, everything is dropped, and one line is logged.
+
+        The server believes that the keeper has one descriptor more, so the next server must not
+        rely on the others.
 
         The process may still write to the region. So no other server is admitted until it is gone.
         """
@@ -347,14 +374,14 @@ class TestInvalidMessages:
                 for _ in range(10):
                     raw.send(b"FDSTORE=1\nFDNAME=late", files[:1] or [raw.socket.fileno()])
             wait_until(lambda: "server ignored" in keeper.log)
-            wait_until(lambda: keeper.descriptors == before + 2)  # connection, process
+            wait_until(lambda: keeper.descriptors == before - 1 + 2)  # connection, process
             with _Raw(keeper) as other:
                 assert other.greeting.startswith(b"REFUSED=another server is connected")
             with pytest.raises(BrokenPipeError):
                 raw.send(b"FDLIST=1")
-        assert contents(keeper) == [["old", "text"]]
+        assert contents(keeper) == []
         wait_until(lambda: keeper.log.count("server gone") == 3)
-        assert keeper.descriptors == before
+        assert keeper.descriptors == before - 1
         assert keeper.log.count("server ignored") == 1
 
     @pytest.mark.parametrize(
@@ -395,7 +422,7 @@ class TestInvalidMessages:
             assert silent.receive() == b"REFUSED=it has sent no hello"
 
     def test_more_descriptors_than_the_limit_are_refused(self, tmp_path: Path) -> None:
-        """A server that does not count them is ignored after the limit."""
+        """A server that does not count them is ignored after the limit, and loses all of them."""
         with RunningKeeper(tmp_path, "--max-descriptors", "3") as keeper:
             with _Raw(keeper) as raw, _files(1) as files:
                 for _ in range(3):
@@ -404,7 +431,7 @@ class TestInvalidMessages:
                     raw.send(b"FDSTORE=1\nFDNAME=a", files)
                 wait_until(lambda: "more than 3 descriptors" in keeper.log)
             with keeper.start() as server:
-                assert server.call("count") == 3
+                assert server.call("count") == 0
 
     def test_a_server_can_keep_its_own_connection(self, keeper: RunningKeeper) -> None:
         """The connection then never hangs up, but the end of the process is noticed."""

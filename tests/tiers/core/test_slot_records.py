@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -15,7 +16,7 @@ from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.recovery import RecoveredBlocks
 from kvtier.tiers.core.slot_records import MAX_KEY_BYTES, RecordsError, SlotRecords, session_tag
 from kvtier.tiers.secondary_tier import NamespaceId
-from kvtier.tiers.types import TENANT_TAG_BYTES, EngineSession, NamespaceSpec
+from kvtier.tiers.types import HOLD_ONLY_KEY_PREFIX, TENANT_TAG_BYTES, EngineSession, NamespaceSpec
 
 NOW = 5000.0
 
@@ -107,14 +108,44 @@ def test_blocks_with_long_keys_are_not_recorded(length: int) -> None:
     assert free == 2 * EXTENT // 4096 - len(found), f"only recovered blocks use slots, of {slots}"
 
 
-def test_a_block_with_a_long_key_stays_out_of_use_while_its_client_may_write() -> None:
-    """Its slot is recorded as granted only. No other client may get the slot."""
-    server, spec = Server(), namespace()
+@pytest.mark.parametrize("kind", ["long key", "many part sizes", "no place", "hold"])
+def test_complete_blocks_that_are_not_recorded_use_no_memory_after_a_restart(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Their client has completed them, so it does not write any more, although it still runs."""
+    server, name, spec = Server(), key(b"a"), namespace(world_size=2)
+    if kind == "long key":
+        name = key(b"k" * 200)
+    elif kind == "many part sizes":
+        spec = namespace(part_bytes=(4096, 8192) * slot_records._MAX_RUNS, world_size=2)
+    elif kind == "no place":
+        monkeypatch.setattr(server.records, "_unused", deque())
+    else:
+        name = HOLD_ONLY_KEY_PREFIX + name
+    server.store(spec, [name], range(2))
+    assert len(server.core._cpu_tier) == 1
+    again, recovered = server.restart([session_tag(b"%08d" % number) for number in (1, 2)])
+    assert (recovered.blocks, recovered.unusable_bytes) == ([], 0)
+    assert again.core.stats().quarantined_bytes == 0
+
+
+def test_a_part_stays_out_of_use_while_its_block_is_incomplete() -> None:
+    server, spec = Server(), namespace(world_size=2)
     server.store(spec, [key(b"k" * 200)])
     again, recovered = server.restart([session_tag(b"%08d" % 1)])
     assert (recovered.blocks, recovered.unusable_bytes) == ([], 4096)
     again.core.former_writer_gone(session_tag(b"%08d" % 1))
     assert again.core.stats().quarantined_bytes == 0
+
+
+def test_a_namespace_that_the_recovery_does_not_use_loses_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_records, "MAX_NAMESPACES", 8)
+    server, spec = Server(), namespace()
+    (slot,) = server.store(spec, [key(b"a")])
+    server.memory[server.record_of(slot) + 10] ^= 1
+    again, recovered = server.restart()
+    assert recovered.blocks == []
+    assert len(again.records._unused) == 8
 
 
 @pytest.mark.parametrize("runs", [slot_records._MAX_RUNS, slot_records._MAX_RUNS + 1])
