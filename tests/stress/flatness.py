@@ -25,16 +25,25 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Growth per minute that is not a leak."""
+    """Growth per minute that is not a leak.
+
+    `once`: growth in the whole time that is none, because a pool has grown. In a short time it
+    exceeds the growth per minute.
+    """
 
     per_minute: float
+    once: float
+
+    def most(self, seconds: float) -> float:
+        """Returns the accepted growth per minute of a series of so many seconds."""
+        return max(self.per_minute, 60 * self.once / max(seconds, SHORTEST_SECONDS))
 
 
 TOLERANCE = {
-    "memory": Tolerance(2 << 20),
-    "shared": Tolerance(1 << 20),
-    "descriptors": Tolerance(0.5),
-    "threads": Tolerance(0.5),
+    "memory": Tolerance(2 << 20, 6 << 20),
+    "shared": Tolerance(1 << 20, 3 << 20),
+    "descriptors": Tolerance(0.5, 3),
+    "threads": Tolerance(0.5, 3),
 }
 """By measure; memory in bytes.
 
@@ -73,6 +82,6 @@ def trend_of(what: str, points: Points) -> Trend:
     judged = [point for point in points if point[0] >= WARM_UP_SECONDS]
     seconds = judged[-1][0] - judged[0][0] if judged else 0.0
     per_minute = 60 * slope_of(judged)
-    flat = None if seconds < SHORTEST_SECONDS else per_minute <= TOLERANCE[what].per_minute
+    flat = None if seconds < SHORTEST_SECONDS else per_minute <= TOLERANCE[what].most(seconds)
     level = median(figure for _, figure in judged or points) if points else 0.0
     return Trend(what, seconds, level, per_minute, flat)

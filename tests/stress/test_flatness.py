@@ -48,6 +48,13 @@ def test_steps_that_come_again_and_again_are_a_leak() -> None:
     assert trend_of("descriptors", [(at, 20 + at // 20 % 2) for at in range(SECONDS)]).flat is True
 
 
+def test_a_pool_that_grows_by_a_few_threads_is_no_leak() -> None:
+    """In two minutes, two threads more are above the growth per minute that a long run may show."""
+    for grown, flat in ((2, True), (8, False)):
+        points = [(at, 23 + grown * min(1.0, max(0.0, (at - 190) / 160))) for at in range(350)]
+        assert trend_of("threads", points).flat is flat
+
+
 def test_a_short_series_is_not_judged() -> None:
     """After four minutes, three of them warm-up, there is no verdict."""
     assert trend_of("memory", series(MIB)[:230]).flat is None

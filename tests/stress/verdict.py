@@ -147,10 +147,10 @@ def _memory(facts: Facts) -> Iterator[Check]:
 
 def _flat(process: str, trend: Trend) -> Check:
     unit, name = (MIB, " MiB") if trend.what in ("memory", "shared") else (1, "")
-    tolerance = TOLERANCE[trend.what].per_minute / unit
+    tolerance = TOLERANCE[trend.what].most(trend.seconds) / unit
     if trend.flat is None:
         note = f"not judged: needs {WARM_UP_SECONDS:g} s to warm up, and then {SHORTEST_SECONDS:g}"
     else:
         note = f"slope over {trend.seconds:.0f} s, at a level of {trend.level / unit:.1f}{name}"
     found = f"{trend.per_minute / unit:+.2f}{name}/min"
-    return Check(f"{trend.what} of {process}", found, f"<= {tolerance:g}{name}/min", trend.flat, note)
+    return Check(f"{trend.what} of {process}", found, f"<= {tolerance:.2g}{name}/min", trend.flat, note)
