@@ -74,8 +74,8 @@ class EngineSession:
     unmapped_from: float = math.inf
     """Number of the first store that the process cannot fill through a mapping of the region. The
     server sets it. It is infinite while the region is mapped, and for callers without a server."""
-    requests: set[str] = field(default_factory=set)
-    """Ids of the requests that it has begun and that are not finished."""
+    requests: dict[str, None] = field(default_factory=dict)
+    """Ids of the requests that it has begun and that are not finished, in their order."""
     ended: bool = False
     withdrawn: dict[int, None] = field(default_factory=dict)
     """The last ids of grants that the client has withdrawn. Their calls may arrive later."""

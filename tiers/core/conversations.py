@@ -238,7 +238,7 @@ class ConversationTable:
 
     def retained(self, namespaces: Collection[NamespaceId], now: float) -> Sequence[Conversation]:
         """Returns the conversations of these namespaces whose blocks are retained."""
-        tenants = filter(None, [self._tenants.get(tag) for tag in set(map(_tag, namespaces))])
+        tenants = filter(None, [self._tenants.get(tag) for tag in sorted(set(map(_tag, namespaces)))])
         found = (each for tenant in tenants for each in tenant.conversations.values())
         return [each for each in found if each.namespace.id in namespaces and (each.pinned or each.retain_until > now)]
 

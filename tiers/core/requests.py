@@ -120,7 +120,7 @@ class RequestTable:
         negotiation = Negotiation(policy, votes)
         request = Request(session, info.request_id, negotiation, request_level_tiers, info.retain_for)
         self._requests[session.engine, request.id] = request
-        session.requests.add(request.id)
+        session.requests[request.id] = None
         self._open[session.tenant] += 1
         return request
 
@@ -151,7 +151,7 @@ class RequestTable:
     def finish(self, request: Request, *, abandon: bool = False) -> None:
         """With `abandon`, the request does not wait for blocks that other clients write now."""
         request.finished = True
-        request.session.requests.discard(request.id)
+        request.session.requests.pop(request.id, None)
         if abandon:
             for block in request.waiting:
                 self.waiters.remove(request, block)

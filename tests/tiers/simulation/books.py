@@ -95,7 +95,7 @@ def _requests(core: TierManager) -> Iterator[tuple[str, Any, Any]]:
         if not request.finished:
             begun.setdefault(request.session.id, set()).add(request.id)
     ending = (request.session for request in table._requests.values() if request.session.ended)
-    kept = {each.id: each.requests for each in (*core._sessions.values(), *ending) if each.requests}
+    kept = {each.id: set(each.requests) for each in (*core._sessions.values(), *ending) if each.requests}
     yield "requests of sessions", kept, begun
     still = Counter(request.session.tenant for request in known if not request.ended)
     yield "open requests", still - table._open, Counter()  # replaced ones may wait for stores

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain
+from collections.abc import Collection
+from itertools import chain, pairwise
 
 from . import inspect as inside
 from .model import EXTENT, Invariant, Violation
@@ -15,8 +16,7 @@ __all__ = ["check_retiring"]
 def check_retiring(world: World) -> None:
     """Retiring extents get no blocks, keep only pinned ones, and lose those in time."""
     before, now = world.before.retiring, world.core_view.retiring
-    if len(now) > max(1, world.backed_bytes // EXTENT // 4):
-        raise Violation(Invariant.RETIRING, f"{len(now)} extents retire")
+    _check_number(world, now)
     for number, slots in now.items():
         if not slots or not slots <= before.get(number, slots):
             raise Violation(Invariant.RETIRING, f"extent {number} has no slot in use, or gave one")
@@ -34,6 +34,14 @@ def check_retiring(world: World) -> None:
         _check_ends(world)
     for number in world.core_view.retirements.keys() - world.before.retirements.keys():
         _check_losers(world, number)
+
+
+def _check_number(world: World, retiring: Collection[int]) -> None:
+    """A quarter of the extents of a memory pool may retire, and in any case one."""
+    for start, end in pairwise((*world.settings_model.settings.pool_starts, world.region_bytes)):
+        count = sum(start <= number * EXTENT < end for number in retiring)
+        if count > max(1, (min(end, world.backed_bytes) - start) // EXTENT // 4):
+            raise Violation(Invariant.RETIRING, f"{count} extents of a memory pool retire")
 
 
 def _check_ends(world: World) -> None:
