@@ -174,6 +174,15 @@ class Client(ConnectionState):
         """
         return self._run(self._operations.load(keys, buffers, request_id=request_id, wait=wait))
 
+    def report_wrong(self, keys: Sequence[bytes]) -> None:
+        """Reports stored blocks that are not the KV that this engine computes for their keys.
+
+        The server removes them from its tiers, and logs who stored them. Keys that it does not have
+        are ignored. Raises `AccessDenied` if the client must not store blocks, and `InvalidRequest`
+        for more than 256 keys.
+        """
+        self._run(self._operations.report_wrong(keys))
+
     @contextlib.contextmanager
     def write(self, keys: Sequence[bytes], **options: Unpack[StoreOptions]) -> Iterator[WriteBatch]:
         """Gives memory to write blocks to. The exit of the `with` statement stores the blocks.

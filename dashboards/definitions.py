@@ -381,6 +381,13 @@ TIER = DashboardSpec(
                     Query("sum(kvtier_checksum_mismatches_total[])"),
                     1,
                 ),
+                Stat(
+                    "Wrong blocks",
+                    "Whole blocks that differ from the KV that an engine computes.",
+                    "short",
+                    Query("sum(kvtier_wrong_blocks_total[])"),
+                    1,
+                ),
             ],
         ),
         (

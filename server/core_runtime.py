@@ -115,6 +115,7 @@ class TierRuntime:
         self._waiting: dict[_Name, dict[asyncio.Future[None], None]] = defaultdict(dict)
         self._observe_failure: Callable[[str], object] = lambda _: None
         self.observe_damage: Callable[[int], object] = lambda _: None  # gets their number
+        self.observe_wrong: Callable[[int], object] = lambda _: None  # gets their number
         self._damage_log = DamageLog()
         self._slice_failed = False
         self._slice_seconds = 0.0  # duration of the last slice
@@ -358,6 +359,13 @@ class TierRuntime:
         removed = self.core.remove_damaged(blocks)
         self.observe_damage(len(removed))
         self._damage_log.write(removed, found_by, self.now())
+        self.run_commands()
+
+    def remove_wrong(self, blocks: Sequence[Block], found_by: str) -> None:
+        """Removes blocks whose KV an engine has found to be wrong, also from the tiers below."""
+        removed = self.core.remove_wrong(blocks)
+        self.observe_wrong(len(removed))
+        self._damage_log.write(removed, found_by, self.now(), "block differs from the KV that an engine computes")
         self.run_commands()
 
     def _ended_on_thread(self, worker: TierWorker, job_id: JobId, outcomes: Sequence[Outcome]) -> None:

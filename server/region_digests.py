@@ -163,14 +163,17 @@ class RegionJobs:
 
 
 class DamageLog:
-    """Logs damaged blocks. A tenant gets few lines, because an engine can damage its own blocks."""
+    """Logs damaged and wrong blocks.
+
+    A tenant gets few lines, because an engine can damage its own blocks.
+    """
 
     def __init__(self) -> None:
         self._second = 0
         self._lines: Counter[bytes] = Counter()
         """Lines of this second, by the tag of the tenant."""
 
-    def write(self, blocks: Sequence[Block], found_by: str, now: float) -> None:
+    def write(self, blocks: Sequence[Block], found_by: str, now: float, event: str = "block damaged in memory") -> None:
         """Logs the number of blocks, and who stored the first one. `now`: in seconds."""
         if int(now) != self._second:
             self._second, self._lines = int(now), Counter()
@@ -184,4 +187,4 @@ class DamageLog:
             details["stored_by"] = "a tier"
         else:
             details |= {"stored_by": origin.engine_id, "seconds_ago": f"{now - origin.begun_at:.3f}"}
-        _log.error("block damaged in memory", blocks=len(blocks), **details)
+        _log.error(event, blocks=len(blocks), **details)

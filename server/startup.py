@@ -252,6 +252,7 @@ def open_telemetry(
     runtime.observe_jobs(metrics.observe_job if tracing is None else tracing.with_spans(metrics.observe_job))
     runtime.observe_failures(metrics.failed)
     runtime.observe_damage = metrics.mismatches("cpu").inc
+    runtime.observe_wrong = metrics.wrong_blocks.inc
     return metrics, tracing
 
 

@@ -117,7 +117,8 @@ class OffloadCore:
         The adapter calls this each time that the scheduler considers a waiting request. If the
         server has not answered yet, returns None; the adapter asks again in the next step. The
         blocks of the hit stay pinned until the load ends. If the engine does not load the hit, they
-        stay pinned until it starts to compute the request or the request ends (B4.3).
+        stay pinned until it starts to compute the request or the request ends (B4.3). Of an audited
+        hit (see ``audit_every``) the last step is not offered.
         """
         state = self._requests.get(request_id)
         if state is None:
@@ -129,7 +130,7 @@ class OffloadCore:
             self._restarted.add(request_id)
         if state.compute_only or not self._may_look_up(state):
             return 0
-        return self._loads.match(state, computed_tokens, now)
+        return self._loads.match(state, computed_tokens, now, may_audit=self._stores_eagerly(state))
 
     def lookup_ended(self, lookup: LookupId, found: PrefixHit, now: float) -> None:
         """Records the result of ``OffloadServer.start_lookup``, unless the lookup was dropped."""

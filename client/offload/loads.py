@@ -88,7 +88,11 @@ class RequestPhase(Enum):
 
 @dataclass
 class Lookup:
-    """Lookup of tokens [``start``, ``limit``). ``found``: the answer, whose blocks are pinned."""
+    """Lookup of tokens [``start``, ``limit``). ``found``: the answer, whose blocks are pinned.
+
+    ``audit_end``: end of the hit whose last blocks the engine computes for an audit; 0 without one.
+    ``was_counted``: whether ``audit_every`` has counted the hit.
+    """
 
     number: LookupId
     start: int
@@ -96,6 +100,8 @@ class Lookup:
     deadline: float
     found: PrefixHit | None = None
     answered_at: float = 0.0
+    audit_end: int = 0
+    was_counted: bool = False
 
 
 @dataclass
@@ -131,14 +137,16 @@ class LoadPlanner:
         self._server = server
         self._lookups: dict[LookupId, Lookup] = {}
         self._next_lookup = 1
+        self._hits = 0
+        """Number of hits that could be audited."""
 
-    def begin(self, state: OffloadRequest, start: int, now: float) -> Lookup | None:
-        """Starts a lookup of the full blocks after ``start``.
+    def begin(self, state: OffloadRequest, start: int, now: float, end: int | None = None) -> Lookup | None:
+        """Starts a lookup of the full blocks after ``start``, and before ``end`` if it is given.
 
         Returns None if there is no full block after ``start``, or if no server is connected.
         """
         request, step = state.engine, self._geometry.step_tokens
-        limit = usable_limit(request.total_tokens, step)
+        limit = usable_limit(request.total_tokens, step) if end is None else end
         for group in self._geometry.groups:
             limit = min(limit, request.final_blocks(group) * group.block_tokens // step * step)
         if limit <= start:
@@ -156,8 +164,11 @@ class LoadPlanner:
         if lookup is not None:
             lookup.found, lookup.answered_at = found, now
 
-    def match(self, state: OffloadRequest, computed_tokens: int, now: float) -> int | None:
-        """Returns how many tokens after ``computed_tokens`` can be loaded; None: not known yet."""
+    def match(self, state: OffloadRequest, computed_tokens: int, now: float, *, may_audit: bool = False) -> int | None:
+        """Returns how many tokens after ``computed_tokens`` can be loaded; None: not known yet.
+
+        ``may_audit``: whether the blocks that the engine computes are stored when they are full.
+        """
         step = self._geometry.step_tokens
         if computed_tokens % step or usable_limit(state.engine.total_tokens, step) <= computed_tokens:
             return 0
@@ -171,8 +182,30 @@ class LoadPlanner:
             return 0
         if lookup.found is None:
             return None if now < lookup.deadline else self._abandon(state, lookup)
+        hit = lookup.found.hit_tokens
+        if may_audit and hit > computed_tokens and not lookup.was_counted and self._audit_is_due(lookup):
+            return self._audit(state, computed_tokens, hit, now)
         state.offered_from = computed_tokens
-        return max(0, lookup.found.hit_tokens - computed_tokens)
+        if lookup.audit_end:
+            state.progress.audited = range(hit, lookup.audit_end)
+        return max(0, hit - computed_tokens)
+
+    def _audit_is_due(self, lookup: Lookup) -> bool:
+        lookup.was_counted = True
+        self._hits += 1
+        every = self._options.audit_every
+        return every > 0 and self._hits % every == 0
+
+    def _audit(self, state: OffloadRequest, computed_tokens: int, hit: int, now: float) -> int | None:
+        """Looks up a shorter hit, because windows and states need other blocks before its end."""
+        self.drop(state)
+        end = hit - self._geometry.step_tokens
+        lookup = self.begin(state, computed_tokens, now, end) if end > computed_tokens else None
+        if lookup is None:
+            state.progress.audited = range(computed_tokens, hit)
+            return 0
+        lookup.audit_end, lookup.was_counted = hit, True
+        return None
 
     def take(self, state: OffloadRequest, tables: BlockTables, external_tokens: int) -> LoadJob:
         """Plans the load of ``external_tokens`` of the hit. If impossible, returns an empty job."""

@@ -310,6 +310,7 @@ class SaveJob:
     The core holds a reference to each block until every worker has reported ``job_id``, or the job
     has expired. ``request_id``: the request's ``server_name``; empty in lazy mode and for blocks
     that a peer will pull. ``contents``: what ``ContentOf`` returned for each block; may be empty.
+    ``audits``: indices of the keys of which workers compare the block with the stored one.
     """
 
     job_id: int
@@ -318,6 +319,7 @@ class SaveJob:
     groups: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     contents: list[Any] = field(default_factory=list)
+    audits: list[int] = field(default_factory=list)
 
     def add(self, key: bytes, group_index: int, block_id: int) -> None:
         self.keys.append(key)
@@ -366,6 +368,8 @@ class OffloadOptions:
     time, and must not store the bytes later (B5.6).
     ``batched_tokens``: maximum number of tokens that the engine computes per step. Lazy mode uses
     it to estimate how many blocks the engine will evict in the next two steps.
+    ``audit_every``: one of this number of hits is audited: the engine computes its last step, and
+    workers compare these blocks with the stored ones. 0: none is.
     """
 
     mode: OffloadMode = OffloadMode.EAGER
@@ -374,3 +378,4 @@ class OffloadOptions:
     max_held_fraction: float = 0.5
     save_lost_after_s: float = 600.0
     batched_tokens: int = 0
+    audit_every: int = 0

@@ -53,6 +53,7 @@ class SaveProgress:
     ``next_full_at``: number of computed tokens at which the next block is full.
     ``loaded``: tokens loaded from the server, whose blocks are not offered. The range is empty if a
     tier must receive all blocks of the request (B1.1).
+    ``audited``: tokens of a hit that are computed again; workers compare their blocks.
     ``ends``: token counts at which both a step and a block of a state group ended.
     ``missed``: per group, positions that were offered but not stored. ``backoff`` says when to
     offer these again.
@@ -61,6 +62,7 @@ class SaveProgress:
     next_position: dict[int, int] = field(default_factory=dict)
     next_full_at: int = 0
     loaded: range = range(0)
+    audited: range = range(0)
     ends: set[int] = field(default_factory=set)
     missed: dict[int, set[int]] = field(default_factory=dict)
     backoff: Backoff = field(default_factory=store_backoff)
@@ -71,7 +73,7 @@ class SaveProgress:
         self.next_full_at = 0
         self.ends.clear()
         self.missed.clear()
-        self.loaded = range(0)
+        self.loaded = self.audited = range(0)
 
     def cursor(self, group_index: int) -> int:
         return self.next_position.get(group_index, 0)
@@ -367,6 +369,8 @@ class SavePlanner:
             elif budget > 0:
                 budget -= 1
                 self._in_flight[block_id, key] = [offer]
+                if position * group.block_tokens in progress.audited:
+                    job.audits.append(len(job.keys))
                 job.add(key, group.index, block_id)
                 if self._content_of is not None:
                     content = self._content_of(request, group, position)

@@ -11,7 +11,7 @@ from ...cuda.host.copy import HostBuffer, address_of, copy_batch
 from ...protos.v1 import cache_pb2, transfer_pb2
 from ...protos.wire.packed_keys import offset_table, unpack_offsets
 from ..effects import Copy, Operation, Pull
-from ..errors import ChecksumMismatch, KVTierError, LeaseLost, NotConnected, ServerError, error_for
+from ..errors import ChecksumMismatch, InvalidRequest, KVTierError, LeaseLost, NotConnected, ServerError, error_for
 from ..part_streams import ATTEMPTS, PartReceiver, is_retryable
 from ..results import KeyStatus, LeaseSlots, LookupResult, ReadBatch
 from ..session.session import ClientSession
@@ -188,20 +188,22 @@ class LoadOperations(LookupOperations, Base):
                     attempt += 1
                     continue
             if damaged:
-                yield from self._ignore_errors(self._report_damage(damaged))
+                yield from self._ignore_errors(self._report(damaged, "damaged_items"))
             return hits
 
-    def _report_damage(self, keys: Sequence[bytes]) -> Operation[None]:
-        """Reports parts that a stream has brought: its lease may have ended with it."""
+    def report_wrong(self, keys: Sequence[bytes]) -> Operation[None]:
+        if len(keys) > MAX_REPORTED:
+            raise InvalidRequest(f"a report names at most {MAX_REPORTED} blocks, not {len(keys)}")
+        yield from self._report(keys, "wrong_items")
+
+    def _report(self, keys: Sequence[bytes], what: str) -> Operation[None]:
+        """Reports blocks of which no lease is open, in a field of `CompleteLoadRequest`."""
         found = yield from self.lookup(keys[:MAX_REPORTED], {"prefix": False})
         items = [item for item, status in enumerate(found.statuses) if status == KeyStatus.HIT]
         if found.id:
+            reported = {what: items}
             request = message(
-                cache_pb2.CompleteLoadRequest,
-                session=found.session.ref,
-                lease_id=found.id,
-                release=True,
-                damaged_items=items,
+                cache_pb2.CompleteLoadRequest, session=found.session.ref, lease_id=found.id, release=True, **reported
             )
             yield from self._call(found.session, "CacheService/CompleteLoad", request)
 

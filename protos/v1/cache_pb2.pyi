@@ -227,18 +227,20 @@ class PrepareLoadResponse(_message.Message):
     def __init__(self, slot_offsets: _Optional[bytes] = ..., part_sizes_bytes: _Optional[bytes] = ...) -> None: ...
 
 class CompleteLoadRequest(_message.Message):
-    __slots__ = ("session", "lease_id", "release", "copied_bytes", "damaged_items")
+    __slots__ = ("session", "lease_id", "release", "copied_bytes", "damaged_items", "wrong_items")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    WRONG_ITEMS_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     lease_id: int
     release: bool
     copied_bytes: int
     damaged_items: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., release: bool = ..., copied_bytes: _Optional[int] = ..., damaged_items: _Optional[_Iterable[int]] = ...) -> None: ...
+    wrong_items: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., release: bool = ..., copied_bytes: _Optional[int] = ..., damaged_items: _Optional[_Iterable[int]] = ..., wrong_items: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CompleteLoadResponse(_message.Message):
     __slots__ = ()

@@ -173,7 +173,7 @@ class CacheServiceServicer(object):
         """Confirms that the lease was valid while the client copied from its slots. If this call fails,
         the client MUST NOT use the copy. Also releases the lease if requested.
 
-        Errors: LEASE_NOT_FOUND (the copy is invalid), NOT_OWNER.
+        Errors: LEASE_NOT_FOUND (the copy is invalid), NOT_OWNER, PERMISSION_DENIED (wrong items).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

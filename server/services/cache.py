@@ -145,6 +145,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         lease = self._core.lease(session, LeaseId(request.lease_id))
         if lease.expires_at <= self._runtime.now():
             raise LeaseNotFound(f"lease {lease.id} has expired")
+        if request.wrong_items:
+            self._long_calls.remove_wrong(session, lease, request.wrong_items)
         if session.writers:  # other clients cannot copy
             lease.copied(request.copied_bytes, session.namespace.world_size * max(session.namespace.part_bytes))
         verifying = self._long_calls.verify(session, lease, request.damaged_items) if request.damaged_items else None

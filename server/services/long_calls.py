@@ -18,7 +18,9 @@ from ...tiers.core.leases import BlockLease
 from ...tiers.core.operations import Operation
 from ...tiers.errors import LeaseNotFound
 from ...tiers.types import EngineSession, LeaseId, StoreId
+from ..auth.roles import CALLER, Role
 from ..core_runtime import TierRuntime
+from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..rpc.slice_scheduler import SliceScheduler, slices_of
@@ -206,6 +208,18 @@ class LongCalls:
             asyncio.get_running_loop().call_later(rest, self._verifying.discard, session.tenant)
             self._core.end_reader(lease)
             self._runtime.run_commands()
+
+    def remove_wrong(self, session: EngineSession, lease: BlockLease, items: Sequence[int]) -> None:
+        """Removes blocks whose KV differs from the KV that a client computes for their keys.
+
+        The server cannot compute KV, so it believes an engine. An engine can also reset the whole
+        namespace. Raises `Refused` if the caller must not store blocks.
+        """
+        if Role.ENGINE not in CALLER.get().roles:
+            raise Refused("PERMISSION_DENIED", f"{CALLER.get().name} must not report wrong blocks: it is no engine")
+        found = lease.blocks(list(dict.fromkeys(items)))
+        blocks = [block for block in found if block is not None]
+        self._runtime.remove_wrong(blocks, self._sessions.name_of(session.id))
 
     async def read_store(self, session: EngineSession, store_id: StoreId) -> tuple[list[int], list[int]]:
         """Returns slots and sizes of the parts of a store. Raises StoreNotFound, NotOwner."""

@@ -147,6 +147,12 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
             "where",
             "Checksum mismatches of blocks (`where` is a tier; `cpu`: in memory) or of streamed frames (`where` is `grpc`).",
         ),
+        _counter(
+            "wrong_blocks",
+            "blocks",
+            "",
+            "Whole blocks that differ from the KV that an engine computes for their keys (audits). They were removed.",
+        ),
     ),
     "Tenants and namespaces": (
         _gauge(

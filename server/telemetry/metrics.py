@@ -126,6 +126,7 @@ class Metrics:
         self.job_blocks = self._counter("tier_job_blocks")
         self.transfer_bytes = self._counter("transfer_bytes")
         self.checksum_mismatches = self._counter("checksum_mismatches")
+        self.wrong_blocks = self._counter("wrong_blocks")
         self._source_searches = self._counter("source_searches")
         self._jobs: dict[tuple[str, str], tuple[Histogram, Counter]] = {}
         self._outcomes: dict[tuple[str, str, Outcome], Counter] = {}

@@ -26,13 +26,12 @@ def main() -> None:
     from vllm import LLM
 
     llm = LLM(
-        dtype="float32",
         enforce_eager=True,
         enable_prefix_caching=True,
         disable_log_stats=False,
         skip_tokenizer_init=True,
         seed=0,
-        **{"max_model_len": 4096, **job["llm"]},
+        **{"max_model_len": 4096, "dtype": "float32", **job["llm"]},
     )
     events = _subscribe(job["llm"].get("kv_events_config"))
     results: list[dict[str, Any]] = []

@@ -19,6 +19,7 @@ FAULTS = (*ADAPTER_FAULTS, *CLIENT_FAULTS, *SERVER_FAULTS, *STORAGE_FAULTS)
 
 _ADAPTERS = "tests/client/engines/vllm_adapters/test_vllm_"
 _DAMAGE = "tests/server/test_damaged_memory.py"
+_WRONG = "tests/server/test_wrong_blocks.py"
 _WARM = "tests/server/test_warm_restart.py"
 _POOLS = "tests/server/test_memory_pools.py"
 
@@ -49,7 +50,7 @@ _RELATED: Mapping[str, tuple[str, ...]] = {
         "parts", "reset", "saves", "holds", "settings", "policy", "stats", "events", "block_pool", "connector", "steps"
     ),
     "client/engines/vllm/worker/": _adapter_tests(
-        "worker", "parts", "saves", "sleep", "stats", "copies", "device", "device_route"
+        "worker", "parts", "saves", "sleep", "stats", "copies", "device", "device_route", "audit"
     ),
     "client/engines/vllm_tier/": _adapter_tests("tier_parts", "tier_copies", "tier_hooks", "tier_requests"),
     "client/events/": ("tests/client/events", f"{_ADAPTERS}server_events.py"),
@@ -79,10 +80,12 @@ _RELATED: Mapping[str, tuple[str, ...]] = {
     "server/rpc/own_copies.py": ("tests/server/bulk", "tests/server/rpc/test_own_copies.py"),
     "server/rpc/sessions.py": ("tests/server/rpc", "tests/server/bad_input", "tests/server/auth", _POOLS),
     "server/services/": ("tests/server/services", "tests/server/bad_input", "tests/client/test_client.py", _DAMAGE),
+    "server/services/long_calls.py": (_WRONG, "tests/server/services", "tests/client/test_client.py", _DAMAGE),
     "server/services/devices.py": ("tests/cuda/device",),
     "server/telemetry/": ("tests/server/telemetry",),
     "server/tier_host/": ("tests/server/tier_host",),
     "server/warm_restart.py": (_WARM,),
+    "tiers/core/tier_jobs.py": ("tests/tiers/core/test_bad_tiers.py", _WRONG),
     "tiers/disk/": ("tests/tiers/disk",),
     "tiers/eviction/": ("tests/tiers/eviction",),
     "tiers/lmdb/": ("tests/tiers/lmdb",),

@@ -55,8 +55,20 @@ CLIENT_FAULTS = (
     Fault(
         "a save copies while the engine sleeps",
         _WORKER,
-        "                with self._gate.copying():\n                    copier.copy_out(",
-        "                with suppress():\n                    copier.copy_out(",
+        "                with self._gate.copying():\n                    copier.copy_out(group, ids",
+        "                with suppress():\n                    copier.copy_out(group, ids",
+    ),
+    Fault(
+        "an audit compares no block",
+        _WORKER,
+        "        if job.audits:\n",
+        "        if not job.audits:\n",
+    ),
+    Fault(
+        "an audit that fails fails the save",
+        _WORKER,
+        '            except (KVTierError, EngineAsleep) as error:\n                self._log.warn("audit"',
+        '            except EngineAsleep as error:\n                self._log.warn("audit"',
     ),
     Fault(
         "a worker without stores does not report saves",

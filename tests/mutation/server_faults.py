@@ -79,6 +79,18 @@ SERVER_FAULTS = (
         "",
     ),
     Fault(
+        "a wrong block gets to its tier with a store that was queued",
+        "tiers/core/tier_jobs.py",
+        "        if self._wrong and job.kind is JobKind.STORE:\n",
+        "        if False:\n",
+    ),
+    Fault(
+        "a reader may report wrong blocks",
+        "server/services/long_calls.py",
+        "        if Role.ENGINE not in CALLER.get().roles:\n",
+        "        if False:\n",
+    ),
+    Fault(
         "a cancelled call frees slots that a thread reads",
         "server/rpc/own_copies.py",
         "        return asyncio.shield(task)\n",

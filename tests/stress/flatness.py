@@ -27,15 +27,15 @@ Points = Sequence[tuple[float, float]]
 class Tolerance:
     """Growth per minute that is not a leak.
 
-    `once`: growth in the whole time that is none, because a pool has grown. In a short time it
-    exceeds the growth per minute.
+    `once`: accepted growth in the whole time, because a pool may grow. In a short time this is more
+    than `per_minute` allows.
     """
 
     per_minute: float
     once: float
 
     def most(self, seconds: float) -> float:
-        """Returns the accepted growth per minute of a series of so many seconds."""
+        """Returns the accepted growth per minute of a series of this length."""
         return max(self.per_minute, 60 * self.once / max(seconds, SHORTEST_SECONDS))
 
 

@@ -296,7 +296,7 @@ class TierManager(CoreParts):
         """Returns the recent records of a request, of any engine; the latest first."""
         return self._request_log.find(request_id)
 
-    def entries_lost(self, tier: int, names: Iterable[tuple[NamespaceId, bytes]]) -> None:
+    def entries_lost(self, tier: int, names: Collection[tuple[NamespaceId, bytes]]) -> None:
         """Drops the entries of damaged blocks that the tier at this position has quarantined."""
         self._tier_jobs.lost(tier, names)
 
@@ -314,6 +314,15 @@ class TierManager(CoreParts):
                 self._cpu_tier.discard(block, MissReason.DAMAGED)
             else:
                 self._cpu_tier.drop([block], MissReason.DAMAGED)
+        return found
+
+    def remove_wrong(self, blocks: Iterable[Block]) -> list[Block]:
+        """Removes blocks whose KV is wrong from the CPU tier and from the tiers of this server.
+
+        Returns the blocks that the CPU tier had.
+        """
+        found = self.remove_damaged(blocks)
+        self._tier_jobs.remove_wrong(found)
         return found
 
     def tier_stalled(self, tier: int, *, stalled: bool) -> None:

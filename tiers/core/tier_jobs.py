@@ -6,7 +6,7 @@ Every block of a job is pinned until the job has ended (B3.8), so that the slots
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 
@@ -109,6 +109,8 @@ class TierJobs:
         self._history = history
         self._commands = commands
         self._jobs: dict[JobId, _Job] = {}
+        self._wrong: set[Block] = set()
+        """Blocks that no tier may keep, although a store of them may be queued or running."""
         self._last_id = 0
         self.residency = ResidencyIndex(self.secondaries, new_id=self._next_id, commands=commands)
 
@@ -184,6 +186,10 @@ class TierJobs:
         secondary.jobs -= 1
         # Missing outcomes count as failures.
         outcomes = list(islice(chain(outcomes, repeat(Outcome.FAILED)), len(job.blocks)))
+        if self._wrong and job.kind is JobKind.STORE:
+            wrong, self._wrong = self._wrong, {block for block in self._wrong if block.pins}
+            pairs = zip(job.blocks, outcomes, strict=True)
+            outcomes = [Outcome.CORRUPT if block in wrong else outcome for block, outcome in pairs]
         for block in job.blocks:
             block.stalled = False
         if job.kind is JobKind.LOAD:
@@ -201,7 +207,7 @@ class TierJobs:
         self._advance(secondary)
         return FinishedJob(job.kind, results, acknowledged)
 
-    def lost(self, tier: int, names: Iterable[Name]) -> None:
+    def lost(self, tier: int, names: Collection[Name]) -> None:
         """Drops entries of blocks that a tier has quarantined because they are damaged.
 
         The damage is reported late: the tier may already hold a new block of the same name when
@@ -209,9 +215,22 @@ class TierJobs:
         block. The tier must then remove the new block too; otherwise its bytes would stay in the
         tier without an entry.
         """
+        self.secondaries[tier - 1].damaged += len(names)
+        self.drop(tier, names)
+
+    def remove_wrong(self, blocks: Sequence[Block]) -> None:
+        """Removes blocks that the CPU tier does not have any more from all tiers.
+
+        A tier that is storing a block removes it after the store.
+        """
+        self._wrong.update(block for block in blocks if block.pins)
+        for tier in range(1, 1 + len(self.secondaries)):
+            self.drop(tier, [block.name for block in blocks])
+
+    def drop(self, tier: int, names: Iterable[Name]) -> None:
+        """Drops the entries of blocks, and removes the blocks from the tier at this position."""
         secondary = self.secondaries[tier - 1]
         for name in names:
-            secondary.damaged += 1
             secondary.presence_cache.forget(name)
             entry = secondary.catalog.held(*name)
             if entry is None:  # unknown, or being stored again: the new block is intact

@@ -37,6 +37,8 @@ class ConnectorConfig(ServerConfig):
     `kv_parts`: number of parts into which the KV heads of a block are divided. Engines with
     different tensor parallelism share blocks if they have the same value, which must be a multiple
     of the tensor parallel size of each engine. Default (0): the tensor parallel size.
+    `audit_fraction`: for this fraction of the requests with a hit, the engine computes the last
+    blocks of the hit, and compares them with the stored ones. 0: for none. Not in lazy mode.
     `weights_change_on_reset`: whether the weights may have changed when vLLM resets the connector.
     If true, the engine then uses another namespace. If false, only the CPU tier is emptied.
 
@@ -55,6 +57,7 @@ class ConnectorConfig(ServerConfig):
     publish_token_ids: bool = False
     engine_address: str | None = None
     kv_parts: int = 0
+    audit_fraction: float = 1 / 256
     weights_change_on_reset: bool = True
     kv_recompute_threshold: int = 64
     bidirectional_kv_xfer: bool = False
@@ -63,6 +66,11 @@ class ConnectorConfig(ServerConfig):
     claim_timeout_s: float = 5.0
     advertise: str | None = None
     peers: Sequence[str] = ()
+
+    @property
+    def audit_every(self) -> int:
+        """One of how many requests with a hit is audited; 0 for none."""
+        return round(1 / self.audit_fraction) if self.audit_fraction >= 1e-9 else 0
 
     @property
     def handoff(self) -> HandoffOptions:
@@ -86,6 +94,7 @@ class ConnectorConfig(ServerConfig):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"kvtier: {name} must be true or false, not {value!r}")  # noqa: TRY004 - as above
         check_number("kv_parts", self.kv_parts, 0, _MAX_PARTS, int)
+        check_number("audit_fraction", self.audit_fraction, 0.0, 1.0)
         check_number("max_held_fraction", self.max_held_fraction, 0.01, 1.0)
         check_number("kv_recompute_threshold", self.kv_recompute_threshold, 0, _MAX_TOKENS)
         check_number("kv_lease_duration", self.kv_lease_duration, _MIN_LEASE_S, _MAX_HOLD_S)

@@ -120,6 +120,12 @@ METRICS = {
         "KV blocks that workers tried to store. stored: the server has the block afterwards.", ("stored", "not_stored")
     ),
     "save_bytes": Metric("Bytes copied from KV blocks into the server, by all ranks."),
+    "audits": Metric(
+        "Blocks of hits that the engine computed again and compared with the stored ones. equal: every byte; close: "
+        "within the limit of rounding; different: one of the two is wrong; unknown: other bytes that are no numbers; gone: "
+        "the server has lost the block.",
+        ("equal", "close", "different", "unknown", "gone"),
+    ),
     "save_seconds": Metric("Seconds from queueing a save to its end, one per rank.", in_seconds=True),
 }
 """By name, without `vllm:kvtier_`. Counters use NAME, or NAME:OUTCOME."""

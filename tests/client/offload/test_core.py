@@ -12,6 +12,7 @@ from kvtier.client.offload import (
     LoadJob,
     LookupId,
     OffloadCore,
+    OffloadMode,
     OffloadOptions,
     PrefixHit,
     SaveJob,
@@ -25,10 +26,12 @@ FOUND = PrefixHit(12, {0: {0: (9, 0), 1: (9, 1), 2: (9, 2)}}, {0: "cpu", 1: "cpu
 class Engine:
     """The core with fakes, and one request "r" of four blocks and a token that has arrived."""
 
+    options = OffloadOptions()
+
     def __init__(self, world_size: int = 1) -> None:
         self.pool, self.server = FakePool(), RecordingServer()
         geometry = CacheGeometry((FULL,), 4, 4)
-        self.core = OffloadCore(geometry, world_size, OffloadOptions(), self.pool, self.server)
+        self.core = OffloadCore(geometry, world_size, self.options, self.pool, self.server)
         self.request = Request(4)
         self.core.arrived(self.request, 0, 0.0)
 
@@ -291,3 +294,65 @@ def test_a_request_without_permissions_neither_loads_nor_saves() -> None:
     assert engine.save(16) == []
     engine.core.finished("r", TABLES, 16, 0.3)
     assert engine.server.ended == ["r"]
+
+
+class Auditing(Engine):
+    """An engine that audits every second hit."""
+
+    options = OffloadOptions(audit_every=2)
+
+
+def test_one_of_several_hits_is_audited() -> None:
+    """The last step of its hit is computed. The lookup of the shorter hit is not counted again."""
+    engine = Auditing()
+    engine.answer()
+    assert [engine.core.match("r", 0, 0.2), engine.core.match("r", 0, 0.2)] == [12, 12]
+    engine.core.arrived(Request(4, "s"), 0, 0.3)
+    engine.core.lookup_ended(LookupId(2), FOUND, 0.3)
+    assert engine.core.match("s", 0, 0.4) is None
+    assert engine.server.dropped == [2]
+    assert engine.server.asked[-1] == (3, "s", 0, 8)
+    engine.core.lookup_ended(LookupId(3), PrefixHit(8, FOUND.items), 0.5)
+    assert [engine.core.match("s", 0, 0.5), engine.core.match("s", 4, 0.5)] == [8, 4]
+
+
+def test_workers_compare_the_blocks_of_an_audited_hit() -> None:
+    """Blocks behind the hit are stored as usual."""
+    engine = Auditing()
+    engine.core.arrived(Request(4, "first"), 0, 0.0)
+    engine.core.lookup_ended(LookupId(2), FOUND, 0.1)
+    assert engine.core.match("first", 0, 0.1) == 12
+    engine.core.lookup_ended(LookupId(1), FOUND, 0.1)
+    assert engine.core.match("r", 0, 0.2) is None
+    engine.core.lookup_ended(LookupId(3), PrefixHit(8, FOUND.items), 0.3)
+    assert engine.core.match("r", 0, 0.3) == 8
+    engine.core.allocated("r", TABLES, 8)
+    engine.core.take_plan(0.0)
+    engine.core.loads_ended(["r"], [])
+    engine.core.allocated("r", TABLES, 0)
+    engine.core.plan_saves([ScheduledRequest("r", 16, lambda: TABLES)], 0.4)
+    (job,) = engine.core.take_plan(0.0).saves
+    assert (job.block_ids, job.audits) == ([3, 4], [0])
+
+
+def test_a_hit_of_one_step_is_audited() -> None:
+    engine = Auditing()
+    engine.core.arrived(Request(4, "first"), 0, 0.0)
+    engine.core.lookup_ended(LookupId(2), FOUND, 0.1)
+    engine.core.match("first", 0, 0.1)
+    engine.core.lookup_ended(LookupId(1), PrefixHit(4, FOUND.items), 0.1)
+    assert engine.core.match("r", 0, 0.2) == 0
+    engine.core.allocated("r", TABLES, 0)
+    engine.core.plan_saves([ScheduledRequest("r", 8, lambda: TABLES)], 0.4)
+    (job,) = engine.core.take_plan(0.0).saves
+    assert (job.block_ids, job.audits) == ([1, 2], [0])
+
+
+@pytest.mark.parametrize("kind", ["lazy", "reader", "off"])
+def test_a_request_whose_blocks_are_not_stored_is_not_audited(kind: str) -> None:
+    mode = OffloadMode.LAZY if kind == "lazy" else OffloadMode.EAGER
+    options = OffloadOptions(mode, batched_tokens=16, audit_every=kind != "off")
+    core = OffloadCore(CacheGeometry((FULL,), 4, 4), 1, options, FakePool(), RecordingServer())
+    core.arrived(Request(4, may_save=kind != "reader"), 0, 0.0)
+    core.lookup_ended(LookupId(1), FOUND, 0.1)
+    assert core.match("r", 0, 0.2) == 12

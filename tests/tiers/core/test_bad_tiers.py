@@ -6,6 +6,7 @@ import pytest
 from harness.operations import run_to_end
 from simulation import EXTENT, ModelTier
 
+from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.call_specs import LookupSpec, StoreSpec
 from kvtier.tiers.core.commands import Command, LoadFromTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.core.leases import BlockLease
@@ -250,3 +251,36 @@ def test_unknown_and_repeated_ends_of_jobs_are_ignored() -> None:
     rig.core.job_finished(JobId(12345), [Outcome.DONE])
     assert rig.stats == before
     assert rig.jobs() == []
+
+
+def _block(rig: Rig, number: int) -> Block:
+    return rig.core._cpu_tier.blocks_of(SPACE)[keys(number)[0]]
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_wrong_block_that_is_being_stored_is_removed_after_the_store(*, running: bool) -> None:
+    """B4.20 The tier has its bytes by then. A new block with its key stays."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    assert rig.store(5, 6) == GRANTED * 2
+    stores = rig.jobs() if running else []
+    removed_blocks = rig.core.remove_wrong([_block(rig, 5)])
+    assert [block.key for block in removed_blocks] == keys(5)
+    rig.core.flush_queues()
+    rig.finish(stores or rig.jobs())
+    assert removed(rig.jobs()) == keys(5)
+    assert (rig.stats.blocks, rig.stats.damaged) == (1, 0)
+    assert rig.look_up(5) is None
+    assert rig.store(5) == GRANTED
+    rig.core.flush_queues()
+    rig.finish(rig.jobs())
+    assert rig.stats.blocks == 2
+
+
+def test_a_wrong_block_that_is_being_loaded_again_is_removed() -> None:
+    """B4.20 Its entry in the tier is gone, and the tier removes it after the load."""
+    rig = Rig()
+    rig.look_up(0)
+    rig.finish(rig.jobs())
+    assert rig.core.remove_wrong([_block(rig, 0)])
+    assert removed(rig.jobs()) == keys(0)
+    assert rig.look_up(0) is None

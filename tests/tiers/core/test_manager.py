@@ -50,6 +50,7 @@ EVENTS = [
     "release",
     "release_hold",
     "remove_damaged",
+    "remove_wrong",
     "renew",
     "renew_hold",
     "renew_store",

@@ -54,6 +54,13 @@ MUTANTS = (
         "pass",
     ),
     Mutant(
+        "a wrong block stays in the tiers below",
+        Invariant.DAMAGE,
+        "core/manager.py",
+        "        self._tier_jobs.remove_wrong(found)\n",
+        "",
+    ),
+    Mutant(
         "damaged blocks are dropped though pinned",
         Invariant.PINS,
         "core/manager.py",

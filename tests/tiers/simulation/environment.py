@@ -119,10 +119,11 @@ class Environment:
         self.world.ledger.job_ended(job)
         padded = [*outcomes, *[Outcome.FAILED] * len(job.names)][: len(job.names)]
         kind = "promotions" if job.is_load else "cascades"
-        for name, outcome in zip(job.names, padded, strict=True):
+        for block, outcome in zip(job.command.blocks, padded, strict=True):
             self.world.saw(f"{kind} {'done' if outcome is Outcome.DONE else 'failed'}")
             if not job.is_load:
-                self.world.ledger.requests.paid(job.command.tier, name, stored=outcome is Outcome.DONE)
+                stored = outcome is Outcome.DONE and block not in self.world.wrong
+                self.world.ledger.requests.paid(job.command.tier, block.name, stored=stored)
         self.world.core.job_finished(job.command.job_id, outcomes)
 
     def _move(self, tier: ModelTier, job: JobRecord, block: Block) -> Outcome:
@@ -238,7 +239,10 @@ class Environment:
                 self.world.saw("blocks lost by a tier")
 
     def find_damage(self) -> None:
-        """Blocks of the CPU tier turn out to be damaged: pinned or not, ready or not."""
+        """Blocks of the CPU tier turn out to be damaged or wrong: pinned or not, ready or not.
+
+        The tiers below have whole bytes of a damaged block, but the same bytes of a wrong one.
+        """
         blocks = list(self.world.core_view.blocks)
         if not blocks:
             return
@@ -248,11 +252,19 @@ class Environment:
         self.world.damaged.update(there)
         pinned = [block for block in there if block.pins]
         held = [set(tier) for tier in self.world.core_view.held]
-        removed = self.world.core.remove_damaged(named)
+        is_wrong = self.rng.random() < 0.5
+        self.world.wrong.update(there if is_wrong else ())
+        removed = self.world.core.remove_wrong(named) if is_wrong else self.world.core.remove_damaged(named)
         left = [block for block in there if inside.block(self.world.core, *block.name) is block]
         self.world.must(Invariant.DAMAGE, removed == there, f"{there} were damaged, {removed} are removed")
         self.world.must(Invariant.DAMAGE, not left, f"{left} are damaged, and readers still find them")
-        self.world.must(Invariant.DAMAGE, held == inside.CoreView(self.world.core).held, "tiers lost their blocks")
+        for number, (before, after) in enumerate(zip(held, inside.CoreView(self.world.core).held, strict=True)):
+            tier = inside.secondaries(self.world.core)[number]
+            gone = {name for name in self.world.deleted if not inside.is_storing(tier, name)} if is_wrong else set()
+            self.world.must(
+                Invariant.DAMAGE, after == before - gone, f"{gone} are wrong, the tier lost {before - after}"
+            )
+            self.world.saw("wrong blocks in a tier", not before.isdisjoint(gone))
         self.world.saw("damaged blocks", bool(there))
         self.world.saw("damaged blocks with pins", bool(pinned))
 

@@ -61,6 +61,7 @@ EXERCISED = (
     "blocks lost by a tier",
     "damaged blocks",
     "damaged blocks with pins",
+    "wrong blocks in a tier",
     "blocks of other servers found",
     "blocks evicted by a shared store",
     "blocks evicted by a shared store",

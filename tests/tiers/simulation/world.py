@@ -99,6 +99,7 @@ class World:
 
     def start_core(self) -> None:
         """Starts a server: memory is empty, and tiers keep their blocks."""
+        self.calls.open.clear()  # the end of an operation can end a request in the earlier core
         self.region_bytes = self.rng.choice((2, 3, 5, 8)) * EXTENT
         self.backed_bytes = 0
         for tier in self.tiers:
@@ -127,7 +128,6 @@ class World:
         self.lost.clear()
         self.ledger = Ledger(len(self.tiers))
         self.rooms = RoomBook()
-        self.calls.open.clear()
         self.ledger.stored.update(*self.core_view.held)
         self.work = Work(self)
         self.work_left = False
@@ -141,6 +141,8 @@ class World:
         """Blocks that a client has deleted in this event."""
         self.damaged: set[Block] = set()
         """Blocks that were found damaged. Those with pins are dropped later."""
+        self.wrong: set[Block] = set()
+        """Those whose bytes are wrong. A tier that is storing one removes it after the store."""
         self.changed: set[tuple[bytes, str, str]] = set()
         self._evictions = [0] * (len(self.tiers) + 1)
         self._due: list[tuple[RequestRecord, list[Name]]] = []

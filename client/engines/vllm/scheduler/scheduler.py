@@ -120,6 +120,7 @@ class SchedulerSide:
             max_held_fraction=config.max_held_fraction,
             save_lost_after_s=SAVE_LOST_AFTER_S,
             batched_tokens=batched_tokens,
+            audit_every=config.audit_every,
         )
         content_of = VllmRequest.content if config.publish_token_ids else None
         return OffloadCore(self._geometry, world_size, options, self._pool, self._server, content_of)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -25,6 +25,7 @@ from ..peers import OWN, Peers
 from ..sleep import EngineAsleep, SleepGate
 from ..stats import TransferCounters
 from ..step_metadata import StepMetadata
+from .audit import BlockAudit, Difference
 from .copies import BlockCopier, make_copier
 from .device_route import DeviceRoute, RouteOf, StepMark, cuda_route
 from .reports import SAVE_WITHIN_S, WorkerReports
@@ -34,6 +35,8 @@ __all__ = ["WorkerSide"]
 _BATCH_BYTES = 128 << 20
 _CONNECT_WITHIN_S = 2.0
 _SUSPEND_TIMEOUT_S = 60.0
+_AUDIT_WAIT_S = 1.0
+"""Longest wait for a stored block that is not in the CPU tier."""
 _STORED = frozenset((StoreStatus.GRANTED, StoreStatus.PRESENT))
 
 
@@ -79,6 +82,7 @@ class WorkerSide:
         self._clients: tuple[Client, ...] = ()
         self._pin: Pin | None = None
         self._copiers: tuple[BlockCopier, ...] = ()
+        self._audit: BlockAudit | None = None
         self._threads: tuple[BackgroundThreads, BackgroundThreads] | None = None
         self._peer_load_threads: dict[str, BackgroundThreads] = {}
         self._on_start: Callable[[], None] | None = None
@@ -100,6 +104,7 @@ class WorkerSide:
         ]
         self.suspend()
         self._copiers = tuple(map(make_copier, layouts))
+        self._audit = BlockAudit(groups, kv_caches, self._num_blocks, self._pieces)
         device = self._copiers[0].device
         if self._route is not None:
             self._route.close()
@@ -312,6 +317,9 @@ class WorkerSide:
         statuses = self._write_by_server(job, client, chunk, after)
         if statuses is None:
             statuses = self._copy_out(job, client, self._copiers[piece], chunk, after)
+        if job.audits:
+            present = [number for number, status in enumerate(statuses, chunk.start) if status == StoreStatus.PRESENT]
+            self._compare(job, client, self._copiers[piece], set(present).intersection(job.audits), after)
         groups = job.groups[chunk]
         granted = [groups[index] for index, status in enumerate(statuses) if status == StoreStatus.GRANTED]
         self._counters.count("save_bytes", self._bytes_of(granted))
@@ -344,6 +352,33 @@ class WorkerSide:
                 with self._gate.copying():
                     copier.copy_out(group, ids, batch.memory, [offsets[row] for row in rows], after.compute)
         return batch.statuses
+
+    def _compare(
+        self, job: SaveJob, client: Client, copier: BlockCopier, audited: Iterable[int], after: StepMark
+    ) -> None:
+        """Compares blocks that the engine has computed with the blocks that the server has."""
+        assert self._audit is not None
+        for number in sorted(audited):
+            key, group = job.keys[number], job.groups[number]
+            nbytes = self._audit.nbytes(group)
+            computed, stored = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
+            try:
+                is_there = client.load([key], [stored], wait=_AUDIT_WAIT_S) == 1
+                with self._gate.copying():
+                    copier.copy_out(group, [job.block_ids[number]], computed, [0], after.compute)
+            except (KVTierError, EngineAsleep) as error:
+                self._log.warn("audit", f"a block cannot be compared with its computation: {error}")
+                continue
+            found = self._audit.compare(group, computed, stored) if is_there else Difference("gone")
+            self._counters.count(f"audits:{found.outcome}")
+            if found.outcome == "different":
+                self._log.warn(
+                    "different",
+                    f"the stored block {key.hex()} is not the KV that this engine computes: layer {found.layer} differs"
+                    f" by {found.relative:.3g} (limit {found.limit:g}); see docs/engines.md#audit",
+                )
+                with suppress(KVTierError):
+                    client.report_wrong([key])
 
     def _bytes_of(self, groups: Sequence[int]) -> int:
         return sum(self._groups[group].part_bytes for group in groups)

@@ -232,6 +232,8 @@ def test_every_count_has_a_metric() -> None:
     counted |= {"claims:peer_not_listed", "claims:nothing_held"}
     counted |= {f"publications:{outcome}" for outcome in ("published", "no_room", "too_many")}
     counted |= {"claim_seconds", "pull_tokens", "pull_blocks:pulled", "pull_blocks:failed"}
+    # See test_vllm_audit.
+    counted |= {f"audits:{outcome}" for outcome in ("equal", "close", "different", "unknown", "gone")}
     series = {
         f"{name}:{outcome}" if outcome else name for name, of in METRICS.items() for outcome in of.outcomes or ("",)
     }
