@@ -173,8 +173,10 @@ class TestProcess:
 
     def test_a_descriptor_that_it_cannot_receive_ends_the_warm_restart(self, keeper: RunningKeeper) -> None:
         """The next server must not believe that it knows all clients, so it gets nothing."""
+        before = keeper.descriptors
         with keeper.start() as server:
             server.call("memory", "region", "text")
+            wait_until(lambda: keeper.descriptors == before + 3)  # connection, process, memory
             soft, hard = resource.prlimit(keeper.process.pid, resource.RLIMIT_NOFILE)
             resource.prlimit(keeper.process.pid, resource.RLIMIT_NOFILE, (3, hard))
             assert server.call("socket", "writer-1") is None
